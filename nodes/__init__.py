@@ -1,0 +1,1 @@
+"""The ComfyUI side: node schemas and the objects that stand for remote models. Knows no diffusers and no process."""

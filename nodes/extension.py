@@ -1,0 +1,17 @@
+"""The list of nodes."""
+
+from __future__ import annotations
+
+from comfy_api.latest import ComfyExtension, io
+
+from .distributed_sampler import DistributedSampler
+from .load_transformer import LoadParallelTransformer
+from .parallel_config import ParallelConfig
+
+
+class ParallelDiffusionExtension(ComfyExtension):
+    """All nodes of the package."""
+
+    async def get_node_list(self) -> list[type[io.ComfyNode]]:
+        """Called by ComfyUI."""
+        return [ParallelConfig, LoadParallelTransformer, DistributedSampler]

@@ -1,0 +1,132 @@
+"""The Load Parallel Transformer node: a drop-in for Load Diffusion Model."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from comfy_api.latest import io
+
+from ..parallel_core.checkpoint import Checkpoint, check_loadable, check_shapes, read_checkpoint
+from ..parallel_core.engine.models import TransformerSpec
+from ..parallel_core.engine.transformer import RemoteTransformer
+from ..parallel_core.errors import UserError
+from ..parallel_core.families.base import Family
+from ..parallel_core.families.registry import find_family
+from ..parallel_core.plan import ParallelPlan, resolve
+from .listing import find_model, list_models
+from .parallel_config import ParallelConfigType, default_plan
+from .remote_model import build_model
+from .runtime import engine, say
+
+WEIGHT_DTYPES = ("default", "bfloat16", "float16", "float32")
+_BYTES = {"float64": 8, "float32": 4, "float16": 2, "bfloat16": 2}
+_FIT_SHARE = 0.75
+"""The part of a device's memory that weights may take: the rest is for activations."""
+
+
+def inspect_model(model_name: str, weight_dtype: str) -> tuple[Checkpoint, Family]:
+    """What the chosen folder holds, fully checked from its headers."""
+    if weight_dtype not in WEIGHT_DTYPES:
+        raise UserError(f"weight_dtype is {weight_dtype!r}; expected one of {', '.join(WEIGHT_DTYPES)}.")
+    checkpoint = read_checkpoint(find_model(model_name, "transformer"), "transformer")
+    family = find_family(checkpoint)
+    check_loadable(checkpoint)
+    check_shapes(checkpoint, family.expected_shapes(family.full_config(checkpoint.config)))
+    return checkpoint, family
+
+
+def make_remote(model_name: str, weight_dtype: str, plan: ParallelPlan) -> RemoteTransformer:
+    """Checks plan x model x devices and returns the handle; reads no weight and starts nothing."""
+    checkpoint, family = inspect_model(model_name, weight_dtype)
+    config = family.full_config(checkpoint.config)
+    dtype = checkpoint.dtype if weight_dtype == "default" else weight_dtype
+    num_bytes = checkpoint.num_elements * _BYTES[dtype]
+    smallest = min(engine().memory_of(device, plan.world_size).total for device in plan.devices)
+    fits = num_bytes <= smallest * _FIT_SHARE
+    tensor = resolve(plan, rows=1, heads=family.num_heads(config), fits_one_device=fits).plan.tensor
+    family.check_plan(config, plan if plan.strategy == "mesh" else plan.with_degrees(
+        tensor=tensor, ulysses=plan.world_size // tensor
+    ))  # fmt: skip
+    spec = TransformerSpec(
+        devices=plan.devices,
+        folder=str(checkpoint.folder),
+        fingerprint=checkpoint.fingerprint,
+        family=family.name,
+        name=model_name,
+        dtype=dtype,
+        num_bytes=num_bytes,
+        tensor=tensor,
+    )
+    return RemoteTransformer(engine=engine(), spec=spec, plan=plan, family=family, config=config)
+
+
+def describe(remote: RemoteTransformer) -> str:
+    """For the node: what will run where, and why."""
+    plan = remote.plan
+    size = f"{remote.spec.num_bytes / 1e9:.2f} GB in {remote.spec.dtype}"
+    if plan.strategy == "mesh" or plan.world_size == 1:
+        return f"{plan.describe()}\n{size}"
+    if remote.spec.tensor > 1:
+        return f"{remote.choose(1).plan.describe()}\n{size}: too large for one device, so its layers are sliced"
+    return f"{plan.describe()}, degrees chosen per run\n{size}: rows go to replicas, a single row's tokens to ulysses"
+
+
+class LoadParallelTransformer(io.ComfyNode):
+    """PD_LoadParallelTransformer."""
+
+    @classmethod
+    def define_schema(cls) -> io.Schema:
+        """Inputs and outputs."""
+        return io.Schema(
+            node_id="PD_LoadParallelTransformer",
+            display_name="Load Parallel Transformer",
+            category="parallel",
+            description="Use it in place of Load Diffusion Model: the transformer then runs on several devices.",
+            inputs=[
+                io.Combo.Input(
+                    "model_name",
+                    options=list_models("transformer"),
+                    tooltip="A diffusers folder in models/diffusers (FLUX.1 dev, schnell, Krea, Kontext).",
+                ),
+                io.Combo.Input(
+                    "weight_dtype",
+                    options=list(WEIGHT_DTYPES),
+                    default="default",
+                    tooltip="What the weights are held and computed in. default: as they are in the file.",
+                ),
+                ParallelConfigType.Input(
+                    "parallel_config",
+                    optional=True,
+                    tooltip="From Parallel Config. Without it: all GPUs, strategy auto.",
+                ),
+            ],
+            outputs=[io.Model.Output(display_name="model")],
+            hidden=[io.Hidden.unique_id],
+        )
+
+    @classmethod
+    def validate_inputs(cls, model_name: Any = None, weight_dtype: Any = None) -> bool | str:
+        """Checks the folder, its json and its headers before the prompt runs."""
+        if model_name is None or weight_dtype is None:
+            return True
+        try:
+            inspect_model(model_name, weight_dtype)
+        except UserError as error:
+            return str(error)
+        return True
+
+    @classmethod
+    def fingerprint_inputs(
+        cls, model_name: str, weight_dtype: str, parallel_config: ParallelPlan | None = None
+    ) -> str:
+        """Makes ComfyUI run the node again when the model's files were replaced."""
+        return inspect_model(model_name, weight_dtype)[0].fingerprint
+
+    @classmethod
+    def execute(
+        cls, model_name: str, weight_dtype: str, parallel_config: ParallelPlan | None = None
+    ) -> io.NodeOutput:
+        """A MODEL; the ranks start and load when it is first used."""
+        remote = make_remote(model_name, weight_dtype, parallel_config or default_plan())
+        say(describe(remote), cls.hidden.unique_id)
+        return io.NodeOutput(build_model(remote))

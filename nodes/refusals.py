@@ -1,0 +1,86 @@
+"""What the ranks cannot honour is refused by name before anything is loaded; nothing is dropped in silence.
+
+Knows ComfyUI's ModelPatcher and conditioning; what a family understands is the family's declaration.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from ..parallel_core.errors import UserError
+from ..parallel_core.families.base import GENERIC_CONDITIONING, GENERIC_OPTIONS, Config, Family, refuse_unknown
+
+_STOCK = "Remove that node, or use ComfyUI's own Load Diffusion Model for this workflow."
+
+
+def refuse_sampling(
+    family: Family,
+    config: Config,
+    patcher: Any,
+    noise_shape: Sequence[int],
+    conds: Mapping[str, Any],
+    options: Mapping[str, Any],
+) -> None:
+    """`UserError` for the first thing about this sampling run that would make the picture wrong."""
+    _refuse_latent(noise_shape, patcher.model.latent_format.latent_channels, family.name)
+    _refuse_model_changes(patcher)
+    _refuse_block_code(options.get("transformer_options", {}), family.name)
+    for entries in conds.values():
+        for cond in entries or ():
+            _refuse_conditioning(cond, family, config)
+
+
+def _refuse_latent(shape: Sequence[int], channels: int, family: str) -> None:
+    if len(shape) != 4 or shape[1] != channels:
+        raise UserError(
+            f"The latent has shape {list(shape)}; a {family} model expects [batch, {channels}, height, width]. "
+            "It was made by another model family's VAE or empty-latent node."
+        )
+
+
+def _refuse_model_changes(patcher: Any) -> None:
+    if patcher.patches:
+        example = next(iter(patcher.patches))
+        raise UserError(
+            f"A LoRA (or another node that changes weights) is applied to the model: {len(patcher.patches)} weights, "
+            f"for example {example!r}. Changed weights do not reach the ranks yet. {_STOCK}"
+        )
+    if patcher.hook_patches or patcher.forced_hooks:
+        raise UserError(f"Weight hooks are applied to the model; they do not reach the ranks. {_STOCK}")
+    if patcher.injections:
+        raise UserError(f"Code is injected into the model ({', '.join(patcher.injections)}). {_STOCK}")
+    inside = [name for name in patcher.object_patches if name.startswith("diffusion_model")]
+    inside += list(patcher.weight_wrapper_patches)
+    if inside:
+        raise UserError(f"A node replaces parts of the model ({', '.join(map(str, inside[:3]))}). {_STOCK}")
+
+
+def _refuse_block_code(options: Mapping[str, Any], family: str) -> None:
+    refuse_unknown("model option", options, GENERIC_OPTIONS, family)
+    for kind in ("patches", "patches_replace"):
+        names = [f"{kind}: {name}{_places(entry)}" for name, entry in (options.get(kind) or {}).items() if entry]
+        if names:
+            raise UserError(
+                f"A node puts its own code into the model's blocks ({'; '.join(names)}). Blocks run on the ranks, where "
+                f"that code is not. {_STOCK}"
+            )
+    compiled = options.get("wrappers", {}).get("apply_model", {}).get("torch.compile")
+    if compiled:
+        raise UserError(f"TorchCompileModel compiles the model in ComfyUI's process, where no weight is. {_STOCK}")
+
+
+def _places(entry: Any) -> str:
+    return " " + ", ".join(map(str, list(entry)[:3])) if isinstance(entry, Mapping) else ""
+
+
+def _refuse_conditioning(cond: Mapping[str, Any], family: Family, config: Config) -> None:
+    if cond.get("control") is not None:
+        raise UserError(
+            f"The conditioning has a ControlNet ({type(cond['control']).__name__}), which works inside the model's "
+            f"blocks and does not reach the ranks. {_STOCK}"
+        )
+    if cond.get("hooks") is not None:
+        raise UserError(f"The conditioning has hooks (changed weights for a part of the run). {_STOCK}")
+    refuse_unknown("conditioning entry", cond, GENERIC_CONDITIONING | family.comfy.conditioning, family.name)
+    family.comfy.check_conditioning(cond, config)

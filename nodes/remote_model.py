@@ -1,0 +1,161 @@
+"""The MODEL that stands for a transformer on the ranks.
+
+A stock ModelPatcher over ComfyUI's own model class, built on the meta device (right attributes and names, no memory), in
+which the innermost function that needs weights is replaced by a remote call. All of ComfyUI's weight-free code and its
+wrappers run as ever. Knows families by their declarations and no process.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import weakref
+from collections.abc import Mapping
+from typing import Any
+
+import comfy.model_management
+import comfy.model_patcher
+import torch
+from comfy.patcher_extension import WrappersMP
+
+from ..parallel_core.engine.transformer import RemoteTransformer, RunStatistics
+from ..parallel_core.families.base import ComfySide, SeamCall, refuse_unknown, resolve_class
+from .cond_batch import WRAPPER_KEY, make_wrapper
+from .refusals import refuse_sampling
+from .rendezvous import submit
+from .runtime import as_comfy_interrupt, cancel_requested, say
+
+
+class RemoteModelPatcher(comfy.model_patcher.ModelPatcher):
+    """ModelPatcher whose weights live on ranks. `self.model.parallel_diffusion` is the `RemoteTransformer`.
+
+    Derives from ModelPatcher, not from ComfyUI's dynamic-memory patcher: there is no local weight to stage.
+    """
+
+    @property
+    def remote(self) -> RemoteTransformer:
+        """The controller's handle."""
+        handle: RemoteTransformer = self.model.parallel_diffusion
+        return handle
+
+    def model_size(self) -> int:
+        """Bytes on the card that ComfyUI itself computes on, so that it makes room there for its share of the ranks."""
+        local = str(comfy.model_management.get_torch_device())
+        return max(1, self.remote.spec.estimated_bytes().get(local, 0))
+
+    def load(self, device_to: Any = None, *args: Any, **kwargs: Any) -> None:
+        """Makes the weights resident on the ranks."""
+        with as_comfy_interrupt():
+            self.remote.ensure_loaded(cancel_requested)
+        self.model.model_sampling.to(device_to)  # sigmas: the only tensors that live in this process
+        self.model.device = device_to
+        self.model.model_loaded_weight_memory = self.model_size()
+        self.model.current_weight_patches_uuid = self.patches_uuid
+        for callback in self.get_all_callbacks(comfy.model_patcher.CallbacksMP.ON_LOAD):
+            callback(self, device_to, *args, **kwargs)
+
+    def unpatch_model(self, device_to: Any = None, unpatch_weights: bool = True) -> None:
+        """Parks the weights in the ranks' host memory when ComfyUI takes its own off the device."""
+        super().unpatch_model(device_to=None, unpatch_weights=unpatch_weights)
+        if unpatch_weights:
+            self.remote.engine.park(self.remote.spec)
+
+    def partially_unload(self, device_to: Any, memory_to_free: float = 0, **kwargs: Any) -> int:
+        """Nothing: a rank holds all of its share or none."""
+        return 0
+
+
+def build_model(remote: RemoteTransformer) -> RemoteModelPatcher:
+    """The MODEL for a transformer that the ranks will hold. Loads nothing and starts nothing."""
+    model = _meta_model(remote)
+    patcher = RemoteModelPatcher(
+        model,
+        load_device=comfy.model_management.get_torch_device(),
+        offload_device=comfy.model_management.unet_offload_device(),
+    )
+    dispatch = _Dispatch(remote)
+    patcher.add_wrapper_with_key(WrappersMP.CALC_COND_BATCH, WRAPPER_KEY, make_wrapper(dispatch))
+    patcher.add_wrapper_with_key(WrappersMP.PREPARE_SAMPLING, WRAPPER_KEY, _Guard(remote))
+    return patcher
+
+
+def _meta_model(remote: RemoteTransformer) -> Any:
+    """ComfyUI's own model for the family, weightless, with the seam replaced."""
+    side = remote.family.comfy
+    config_class = resolve_class(side.config_class(remote.config))
+    dtype = getattr(torch, remote.spec.dtype)
+    unet_config = _known_fields(side, remote.config)
+    model_config = config_class({**unet_config, "dtype": dtype})
+    model_config.set_inference_dtype(dtype, None)
+    model = model_config.get_model({}, "", device=torch.device("meta"))
+    seam = _Seam(remote, getattr(type(model.diffusion_model), side.seam))
+    setattr(model.diffusion_model, side.seam, seam)
+    # ComfyUI splits batches by the memory it has here, where none is needed: what runs where must not depend on it.
+    model.memory_required = _no_memory
+    model.parallel_diffusion = remote
+    remote.engine.retain(remote.spec)
+    weakref.finalize(model, remote.engine.release_later, remote.spec.group, remote.spec.key).atexit = False
+    return model
+
+
+def _known_fields(side: ComfySide, config: Mapping[str, Any]) -> dict[str, Any]:
+    """The unet_config without fields that this version of ComfyUI does not have."""
+    wanted = side.unet_config(config)
+    params = resolve_class(side.params_class)
+    known = {field.name for field in dataclasses.fields(params)} | {"image_model"}
+    return {name: value for name, value in wanted.items() if name in known}
+
+
+def _no_memory(input_shape: Any, cond_shapes: Any = None) -> int:
+    return 0
+
+
+class _Guard:
+    """PREPARE_SAMPLING wrapper: refuses before anything is loaded, and starts the run's statistics."""
+
+    def __init__(self, remote: RemoteTransformer) -> None:
+        self._remote = remote
+
+    def __call__(
+        self, executor: Any, patcher: Any, noise_shape: Any, conds: Any, *args: Any, model_options: Any = None, **rest: Any
+    ) -> Any:
+        remote = self._remote
+        refuse_sampling(remote.family, remote.config, patcher, noise_shape, conds, model_options or {})
+        remote.statistics = RunStatistics()
+        return executor(patcher, noise_shape, conds, *args, model_options=model_options, **rest)
+
+
+class _Dispatch:
+    """Sends calls to the ranks; says on the executing node what was chosen at a run's first step."""
+
+    def __init__(self, remote: RemoteTransformer) -> None:
+        self._remote = remote
+
+    def __call__(self, calls: list[SeamCall]) -> list[torch.Tensor]:
+        remote = self._remote
+        first = remote.statistics.num_steps == 0
+        step = f"step {remote.statistics.num_steps + 1} of {remote.spec.label}"
+        with as_comfy_interrupt():
+            outputs = remote.evaluate(calls, label=step, poll=cancel_requested)
+        choice = remote.statistics.choice
+        if first and choice is not None:
+            say(f"{choice.plan.describe()} ({choice.reason})")
+        return outputs
+
+
+class _Seam:
+    """Stands in for the model's function that needs weights: the same arguments, the same result."""
+
+    def __init__(self, remote: RemoteTransformer, original: Any) -> None:
+        self._remote = remote
+        self._signature = inspect.signature(original)
+        self._dispatch = _Dispatch(remote)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        side = self._remote.family.comfy
+        arguments = dict(self._signature.bind(None, *args, **kwargs).arguments)
+        arguments.pop("self")
+        refuse_unknown("argument", arguments, side.arguments, self._remote.family.name)
+        call = side.call(arguments, self._remote.config)
+        model_input = next(iter(call.rows.values()))
+        return submit(call, self._dispatch).to(device=model_input.device, dtype=model_input.dtype)

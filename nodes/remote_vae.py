@@ -1,0 +1,233 @@
+"""The VAE that stands for one on the ranks: ComfyUI's own VAE nodes work with it.
+
+A subclass of ComfyUI's VAE without weights, in which decode and encode, whole and tiled, are remote calls. Owns
+ComfyUI's conventions (channels last, 0..1, float32, cropping) and nothing of how the ranks compute.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import comfy.model_management
+import comfy.model_patcher
+import comfy.sd
+import comfy.utils
+import torch
+from torch import Tensor, nn
+
+from ..parallel_core.engine.vae import RemoteVae
+from ..parallel_core.errors import UserError
+from ..parallel_core.vae_spec import TileSize
+from .runtime import as_comfy_interrupt, cancel_requested, say
+
+logger = logging.getLogger("parallel_diffusion")
+
+# Bytes of working memory per pixel and byte of dtype, as ComfyUI estimates them for this kind of VAE.
+_DECODE_BYTES = 2178
+_ENCODE_BYTES = 1767
+
+
+class WeightlessModel(nn.Module):
+    """What ComfyUI sees as the VAE's model. The ranks' memory is given back when the last reference to it is gone."""
+
+    def __init__(self, remote: RemoteVae) -> None:
+        super().__init__()
+        self.parallel_diffusion = remote
+        self.device: torch.device | None = None
+        remote.engine.retain(remote.spec)
+        weakref.finalize(self, remote.engine.release_later, remote.spec.group, remote.spec.key).atexit = False
+
+
+class RemoteVaePatcher(comfy.model_patcher.ModelPatcher):
+    """ModelPatcher whose weights live on ranks: ComfyUI's memory management loads and parks them through it."""
+
+    @property
+    def remote(self) -> RemoteVae:
+        """The controller's handle."""
+        handle: RemoteVae = self.model.parallel_diffusion
+        return handle
+
+    def model_size(self) -> int:
+        """Bytes on the card that ComfyUI itself computes on, so that it makes room there for its share of the ranks."""
+        return max(1, self.remote.spec.estimated_bytes().get(_local_device(), 0))
+
+    def load(self, device_to: Any = None, *args: Any, **kwargs: Any) -> None:
+        """Makes the weights resident on the ranks."""
+        with as_comfy_interrupt():
+            self.remote.ensure_loaded(cancel_requested)
+        self.model.device = device_to
+        self.model.model_loaded_weight_memory = self.model_size()
+        self.model.current_weight_patches_uuid = self.patches_uuid
+
+    def unpatch_model(self, device_to: Any = None, unpatch_weights: bool = True) -> None:
+        """Parks the weights in the ranks' host memory when ComfyUI takes its own off the device."""
+        super().unpatch_model(device_to=None, unpatch_weights=unpatch_weights)
+        if unpatch_weights:
+            self.remote.engine.park(self.remote.spec)
+
+    def partially_unload(self, device_to: Any, memory_to_free: float = 0, **kwargs: Any) -> int:
+        """Nothing: a rank holds all of its share or none."""
+        return 0
+
+
+class RemoteVAE(comfy.sd.VAE):
+    """A VAE whose decode and encode run on the ranks. Whole methods are replaced: ComfyUI's own would compute here when
+    they run out of memory."""
+
+    def __init__(self, remote: RemoteVae) -> None:
+        """Sets what ComfyUI's constructor would have worked out from weights; that one is not called."""
+        vae = remote.spec.vae
+        self.remote = remote
+        self.first_stage_model = WeightlessModel(remote)
+        self.device = comfy.model_management.get_torch_device()
+        self.output_device = comfy.model_management.intermediate_device()
+        self.vae_dtype = getattr(torch, vae.dtype)
+        self.working_dtypes = [self.vae_dtype]
+        self.latent_channels = vae.latent_channels
+        self.output_channels = vae.image_channels
+        self.downscale_ratio = self.upscale_ratio = vae.scale
+        self.latent_dim = 2
+        self.size = vae.num_bytes
+        self.process_input = lambda image: image * 2.0 - 1.0
+        self.process_output = lambda image: torch.clamp((image + 1.0) / 2.0, min=0.0, max=1.0)
+        self.memory_used_decode = _memory_estimate(_DECODE_BYTES * vae.scale**2)
+        self.memory_used_encode = _memory_estimate(_ENCODE_BYTES)
+        self.disable_offload = False
+        self.handles_tiling = False
+        self.not_video = False
+        self.crop_input = True
+        self.pad_channel_value = None
+        self.extra_1d_channel = None
+        self.format_encoded = None
+        self.downscale_index_formula = self.upscale_index_formula = None
+        self.audio_sample_rate = 44100
+        self.patcher = RemoteVaePatcher(
+            self.first_stage_model,
+            load_device=self.device,
+            offload_device=comfy.model_management.vae_offload_device(),
+        )
+
+    # -- what ComfyUI's nodes call ---------------------------------------------------------------------------------
+
+    def decode(self, samples_in: Tensor, vae_options: dict[str, Any] | None = None) -> Tensor:
+        """Raw latents [B, C, H, W] -> pixels [B, H, W, 3] in 0..1. Whole pictures, shared out over the ranks."""
+        if vae_options:
+            raise UserError(f"VAE options {', '.join(vae_options)} are for other kinds of VAE; this one has none.")
+        return self._decode(samples_in, None).movedim(1, -1)
+
+    def decode_tiled(
+        self,
+        samples: Tensor,
+        tile_x: int | None = None,
+        tile_y: int | None = None,
+        overlap: int | None = None,
+        tile_t: int | None = None,
+        overlap_t: int | None = None,
+    ) -> Tensor:
+        """As `decode`, with the tiles of each picture shared out. Tile sizes in latent cells; an image has no `_t`."""
+        overlap = 16 if overlap is None else overlap
+        return self.decode_tiled_(samples, tile_x or 64, tile_y or 64, overlap).movedim(1, -1)
+
+    def decode_tiled_(self, samples: Tensor, tile_x: int = 64, tile_y: int = 64, overlap: int = 16) -> Tensor:
+        """As `decode_tiled`, channels first."""
+        return self._decode(samples, TileSize(side=_square(tile_x, tile_y), overlap=overlap))
+
+    def encode(self, pixel_samples: Tensor) -> Tensor:
+        """Pixels [B, H, W, 3] in 0..1, cropped to whole latent cells -> raw latents: the mean, nothing is drawn."""
+        return self._encode(self.vae_encode_crop_pixels(pixel_samples).movedim(-1, 1), None)
+
+    def encode_tiled(
+        self,
+        pixel_samples: Tensor,
+        tile_x: int | None = None,
+        tile_y: int | None = None,
+        overlap: int | None = None,
+        tile_t: int | None = None,
+        overlap_t: int | None = None,
+    ) -> Tensor:
+        """As `encode`, with the tiles of each picture shared out. Tile sizes in pixels; an image has no `_t`."""
+        pixels = self.vae_encode_crop_pixels(pixel_samples).movedim(-1, 1)
+        return self.encode_tiled_(pixels, tile_x or 512, tile_y or 512, 64 if overlap is None else overlap)
+
+    def encode_tiled_(self, pixel_samples: Tensor, tile_x: int = 512, tile_y: int = 512, overlap: int = 64) -> Tensor:
+        """As `encode_tiled`, channels first."""
+        return self._encode(pixel_samples, TileSize.from_pixels(_square(tile_x, tile_y), overlap, self.downscale_ratio))
+
+    def get_sd(self) -> dict[str, Tensor]:
+        """Refused: an empty file would be saved."""
+        raise UserError(
+            f"The {self.remote.spec.label} lives on the ranks and cannot be saved from here; its file is in "
+            f"{self.remote.spec.vae.folder}."
+        )
+
+    # -- the way to the ranks --------------------------------------------------------------------------------------
+
+    def _decode(self, samples: Tensor, tile: TileSize | None) -> Tensor:
+        if samples.ndim == 5:
+            samples = samples[:, :, 0]  # one frame: what current ComfyUI does for an image VAE
+        self.remote.spec.vae.check_latents(samples.shape)
+        shape = _one_tile(samples.shape, tile.side if tile else None)
+        memory = self.memory_used_decode(shape, self.vae_dtype)
+        pixels = self._run(self.remote.decode, samples, tile, memory)
+        return self._as_output(self.process_output(pixels))
+
+    def _encode(self, pixels: Tensor, tile: TileSize | None) -> Tensor:
+        self.remote.spec.vae.check_pixels(pixels.shape)
+        shape = _one_tile(pixels.shape, tile.side * self.downscale_ratio if tile else None)
+        memory = self.memory_used_encode(shape, self.vae_dtype)
+        return self._as_output(self._run(self.remote.encode, self.process_input(pixels), tile, memory))
+
+    def _run(self, call: Callable[..., Tensor], batch: Tensor, tile: TileSize | None, memory: int) -> Tensor:
+        """Lets ComfyUI make room on its own card, runs `call` on the ranks and says on the node what ran where."""
+        devices = self.remote.spec.devices
+        comfy.model_management.load_models_gpu(
+            [self.patcher], memory_required=memory if _local_device() in devices else 0
+        )
+        bar = comfy.utils.ProgressBar(len(batch))
+        started = time.monotonic()
+        with as_comfy_interrupt():
+            result = call(batch, tile, poll=cancel_requested, progress=bar.update_absolute)
+        say(account(len(batch), tile, devices, self.downscale_ratio, time.monotonic() - started))
+        return result
+
+    def _as_output(self, result: Tensor) -> Tensor:
+        # ComfyUI 0.3.75 has float32 only; later versions let the user choose.
+        dtype = self.vae_output_dtype() if hasattr(self, "vae_output_dtype") else torch.float32
+        return result.to(self.output_device, dtype)
+
+
+def account(num_pictures: int, tile: TileSize | None, devices: Sequence[str], scale: int, seconds: float) -> str:
+    """What a finished call did, for the node."""
+    pictures = "1 picture" if num_pictures == 1 else f"{num_pictures} pictures"
+    ranks = "1 rank" if len(devices) == 1 else f"{len(devices)} ranks"
+    how = f"in tiles of {tile.side * scale} pixels" if tile else "whole"
+    text = f"{pictures}, {how}, on {ranks} ({', '.join(devices)}): {seconds:.1f} s"
+    if tile is None and num_pictures < len(devices):
+        text += "\nA whole picture keeps one rank busy; VAE Decode (Parallel) shares its tiles out over all."
+    return text
+
+
+def _local_device() -> str:
+    return str(comfy.model_management.get_torch_device())
+
+
+def _memory_estimate(bytes_per_cell: int) -> Callable[[Sequence[int], torch.dtype], int]:
+    def estimate(shape: Sequence[int], dtype: torch.dtype) -> int:
+        return bytes_per_cell * shape[2] * shape[3] * int(comfy.model_management.dtype_size(dtype))
+
+    return estimate
+
+
+def _one_tile(shape: Sequence[int], side: int | None) -> Sequence[int]:
+    """The shape of what is computed at once: a tile, or the whole picture."""
+    return shape if side is None else (*shape[:2], min(shape[2], side), min(shape[3], side))
+
+
+def _square(tile_x: int, tile_y: int) -> int:
+    if tile_x != tile_y:
+        logger.warning("tiles of %d x %d were asked for; the smaller side is used, tiles are square", tile_x, tile_y)
+    return min(tile_x, tile_y)

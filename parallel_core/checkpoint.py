@@ -1,0 +1,258 @@
+"""What a model is, from its json files and safetensors headers alone.
+
+Owns finding a component's files, reading and checking headers, and naming what is wrong with a folder. Reads no weight,
+starts nothing, and knows neither families nor ranks.
+"""
+
+from __future__ import annotations
+
+import json
+import struct
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from .errors import UserError
+
+DTYPES: dict[str, tuple[str, int]] = {
+    "F64": ("float64", 8),
+    "F32": ("float32", 4),
+    "F16": ("float16", 2),
+    "BF16": ("bfloat16", 2),
+    "F8_E4M3": ("float8_e4m3fn", 1),
+    "F8_E5M2": ("float8_e5m2", 1),
+    "I64": ("int64", 8),
+    "I32": ("int32", 4),
+    "I16": ("int16", 2),
+    "I8": ("int8", 1),
+    "U8": ("uint8", 1),
+    "BOOL": ("bool", 1),
+}
+"""safetensors dtype -> (torch's name, bytes per element)."""
+
+LOADABLE_DTYPES = ("float64", "float32", "float16", "bfloat16")
+"""Plain floating-point weights. Other dtypes mean a quantised file, which would load wrong without its scales."""
+
+_MAX_HEADER_BYTES = 100_000_000  # the limit of the safetensors library itself
+_PICKLES = (".bin", ".ckpt", ".pt", ".pth", ".pkl")
+
+
+@dataclass(frozen=True, kw_only=True)
+class TensorInfo:
+    """One tensor of a safetensors file. `dtype` is torch's name for it."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    num_bytes: int
+    file: Path
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """One component (transformer, vae, text encoder) of a diffusers folder."""
+
+    folder: Path
+    class_name: str
+    config: Mapping[str, Any]
+    tensors: Mapping[str, TensorInfo]
+
+    @cached_property
+    def num_bytes(self) -> int:
+        """Bytes of all tensors as they are stored."""
+        return sum(tensor.num_bytes for tensor in self.tensors.values())
+
+    @cached_property
+    def num_elements(self) -> int:
+        """Number of weights."""
+        return sum(_count(tensor.shape) for tensor in self.tensors.values())
+
+    @cached_property
+    def dtype(self) -> str:
+        """The dtype that most bytes have: what "default" means on a loader node."""
+        totals: dict[str, int] = {}
+        for tensor in self.tensors.values():
+            totals[tensor.dtype] = totals.get(tensor.dtype, 0) + tensor.num_bytes
+        return max(totals, key=lambda name: totals[name])
+
+    @property
+    def files(self) -> tuple[Path, ...]:
+        """The safetensors files, each once."""
+        return tuple(sorted({tensor.file for tensor in self.tensors.values()}))
+
+    @property
+    def fingerprint(self) -> str:
+        """Changes when a file of this component is replaced: names, sizes and modification times."""
+        stats = [(file.name, file.stat()) for file in self.files]
+        return ";".join(f"{name}:{stat.st_size}:{stat.st_mtime_ns}" for name, stat in stats)
+
+
+def component_folder(folder: Path, component: str) -> Path:
+    """`folder/component` of a pipeline (model_index.json), or `folder` itself when it is a bare component."""
+    if (folder / "model_index.json").is_file():
+        path = folder / component
+        if not path.is_dir():
+            raise UserError(
+                f"The model folder {folder.name!r} has a model_index.json but no {component!r} folder in it. "
+                "Expected the layout of diffusers: model_index.json, transformer/, vae/, text_encoder/ ..."
+            )
+        return path
+    if (folder / "config.json").is_file():
+        return folder
+    raise UserError(
+        f"The folder {folder.name!r} has neither model_index.json nor config.json, so what it holds is unknown. "
+        "Expected a diffusers model folder, or the transformer folder of one."
+    )
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """A json object from `path`; `UserError` that names the file when it is missing or broken."""
+    try:
+        data = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise UserError(f"{path.parent.name}/{path.name} is missing.") from None
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise UserError(f"{path.parent.name}/{path.name} is not valid json: {error}.") from None
+    if not isinstance(data, dict):
+        raise UserError(f"{path.parent.name}/{path.name} holds a {type(data).__name__}; expected a json object.")
+    return data
+
+
+def read_checkpoint(folder: Path, component: str) -> Checkpoint:
+    """Reads config.json and every safetensors header of one component of a diffusers folder.
+
+    Raises `UserError` for a folder without config or weights, with only pickled weights, or with a damaged file.
+    """
+    path = component_folder(folder, component)
+    if not (path / "config.json").is_file():
+        raise UserError(f"{path.name}/config.json is missing in {folder.name!r}, so the model's sizes are unknown.")
+    config = read_json(path / "config.json")
+    class_name = config.get("_class_name") or (config.get("architectures") or [None])[0]
+    if not isinstance(class_name, str):
+        raise UserError(f"{path.name}/config.json has no _class_name, so what kind of model it is cannot be told.")
+    tensors: dict[str, TensorInfo] = {}
+    for file in weight_files(path):
+        tensors.update((info.name, info) for info in read_header(file))
+    return Checkpoint(folder=path, class_name=class_name, config=config, tensors=tensors)
+
+
+def weight_files(path: Path) -> Sequence[Path]:
+    """The safetensors files of a component folder: those an index names, or the single one there."""
+    indexes = sorted(path.glob("*.safetensors.index.json"))
+    if indexes:
+        return _indexed_files(indexes[0])
+    files = [file for file in sorted(path.glob("*.safetensors")) if file.name in _SINGLE_NAMES] or sorted(
+        path.glob("*.safetensors")
+    )
+    if len(files) > 1:
+        raise UserError(
+            f"{path.name} holds {len(files)} safetensors files and no index: {', '.join(f.name for f in files[:4])}. "
+            "Keep one, or add the .safetensors.index.json that names them."
+        )
+    if files:
+        return files
+    pickles = sorted(file.name for file in path.iterdir() if file.suffix in _PICKLES)
+    if pickles:
+        raise UserError(
+            f"{path.name} holds only pickled weights ({', '.join(pickles[:3])}), which can run code when opened and "
+            "are not read. Convert them to .safetensors (diffusers: save_pretrained(..., safe_serialization=True))."
+        )
+    raise UserError(f"{path.name} holds no .safetensors file.")
+
+
+_SINGLE_NAMES = ("diffusion_pytorch_model.safetensors", "model.safetensors")
+
+
+def _indexed_files(index: Path) -> Sequence[Path]:
+    weight_map = read_json(index).get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise UserError(f"{index.parent.name}/{index.name} has no weight_map.")
+    names = sorted({str(name) for name in weight_map.values()})
+    for name in names:
+        if Path(name).name != name:
+            raise UserError(f"{index.parent.name}/{index.name} names {name!r}, which is outside the model's folder.")
+        if not (index.parent / name).is_file():
+            raise UserError(f"{index.parent.name}/{name} is missing; {index.name} lists it. Was the download complete?")
+    return [index.parent / name for name in names]
+
+
+def read_header(file: Path) -> Sequence[TensorInfo]:
+    """The tensors that a safetensors file declares, after checking that the file really holds their bytes.
+
+    Format: https://github.com/huggingface/safetensors#format (8 bytes little-endian header length, json, data).
+    """
+    label = f"{file.parent.name}/{file.name}"
+    size = file.stat().st_size
+    with file.open("rb") as stream:
+        start = stream.read(8)
+        length = struct.unpack("<Q", start)[0] if len(start) == 8 else -1
+        if not 0 < length <= min(size - 8, _MAX_HEADER_BYTES):
+            raise UserError(
+                f"{label} is not a whole safetensors file: it has {size} bytes and its header claims {max(length, 0)}. "
+                "Was the download complete?"
+            )
+        try:
+            header = json.loads(stream.read(length))
+        except (json.JSONDecodeError, UnicodeDecodeError):
+            raise UserError(f"{label} has a damaged safetensors header (it is not json). Download it again.") from None
+    infos = [_tensor_info(file, label, name, entry) for name, entry in header.items() if name != "__metadata__"]
+    needed = 8 + length + max((end for _, end in infos), default=0)
+    if size < needed:
+        raise UserError(
+            f"{label} is cut off: its header describes {needed} bytes, the file has {size} "
+            f"({(needed - size) / 1e6:.1f} MB are missing). Download it again."
+        )
+    return [info for info, _ in infos]
+
+
+def _tensor_info(file: Path, label: str, name: str, entry: Any) -> tuple[TensorInfo, int]:
+    """The tensor and the offset of its last byte; refuses entries whose numbers do not agree."""
+    try:
+        dtype, shape, (begin, end) = entry["dtype"], tuple(int(n) for n in entry["shape"]), entry["data_offsets"]
+    except (TypeError, KeyError, ValueError):
+        raise UserError(f"{label} has a damaged header entry for {name!r}. Download it again.") from None
+    if dtype not in DTYPES:
+        raise UserError(f"{label}: tensor {name!r} has dtype {dtype}, which is not known. Known: {', '.join(DTYPES)}.")
+    torch_name, width = DTYPES[dtype]
+    if end - begin != _count(shape) * width:
+        raise UserError(
+            f"{label}: tensor {name!r} claims shape {list(shape)} of {dtype} but {end - begin} bytes; "
+            f"expected {_count(shape) * width}."
+        )
+    return TensorInfo(name=name, dtype=torch_name, shape=shape, num_bytes=end - begin, file=file), end
+
+
+def check_shapes(checkpoint: Checkpoint, expected: Mapping[str, tuple[int, ...]]) -> None:
+    """Compares names and shapes with what the config implies; `UserError` lists the first few that differ."""
+    have = checkpoint.tensors
+    problems = [f"{name} is missing" for name in expected if name not in have]
+    problems += [
+        f"{name} has shape {list(have[name].shape)}, expected {list(shape)}"
+        for name, shape in expected.items()
+        if name in have and have[name].shape != shape
+    ]
+    problems += [f"{name} is not part of a {checkpoint.class_name}" for name in have if name not in expected]
+    if problems:
+        more = f" (and {len(problems) - 4} more)" if len(problems) > 4 else ""
+        raise UserError(
+            f"The weights in {checkpoint.folder.name!r} do not fit its config.json: {'; '.join(problems[:4])}{more}."
+        )
+
+
+def check_loadable(checkpoint: Checkpoint) -> None:
+    """Refuses dtypes that are only right together with scales that a plain load would drop."""
+    odd = {tensor.dtype for tensor in checkpoint.tensors.values()} - set(LOADABLE_DTYPES)
+    if odd:
+        raise UserError(
+            f"{checkpoint.folder.name!r} holds {', '.join(sorted(odd))} weights (a quantised model); "
+            f"expected {', '.join(LOADABLE_DTYPES)}. Use the unquantised model."
+        )
+
+
+def _count(shape: Sequence[int]) -> int:
+    total = 1
+    for size in shape:
+        total *= size
+    return total

@@ -1,0 +1,86 @@
+"""Specs: what a node output holds instead of a live model.
+
+A spec is plain data from which the engine can find or build the model again after a crash, an unload or a restart. Knows
+neither how ranks load nor what a model computes.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import asdict, dataclass
+from typing import Protocol
+
+from ..protocol import LoadTransformer, Request
+from .group import GroupKey
+
+
+class ModelSpec(Protocol):
+    """What the engine needs of a spec."""
+
+    @property
+    def group(self) -> GroupKey:
+        """The group that holds the model."""
+
+    @property
+    def key(self) -> str:
+        """The model's name in the ranks' stores: equal specs have equal keys."""
+
+    @property
+    def label(self) -> str:
+        """For messages: "flux transformer of flux-dev"."""
+
+    def load_request(self) -> Request:
+        """The request that makes the ranks load it."""
+
+    def estimated_bytes(self) -> dict[str, int]:
+        """Bytes the weights will take on each device."""
+
+
+def spec_key(kind: str, **parts: object) -> str:
+    """A short stable key from what identifies a model."""
+    text = repr(sorted(parts.items()))
+    return f"{kind}-{hashlib.sha256(text.encode()).hexdigest()[:16]}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class TransformerSpec:
+    """A transformer: files, dtype, tensor degree, devices.
+
+    Context axes and replicas are not part of it: they change on the loaded weights.
+    """
+
+    devices: tuple[str, ...]
+    folder: str
+    fingerprint: str
+    family: str
+    name: str
+    dtype: str
+    num_bytes: int
+    """Bytes of all weights in `dtype`."""
+    tensor: int
+
+    @property
+    def group(self) -> GroupKey:
+        """One rank per device."""
+        return GroupKey(devices=self.devices)
+
+    @property
+    def key(self) -> str:
+        """Equal for equal specs."""
+        return spec_key("transformer", **asdict(self))
+
+    @property
+    def label(self) -> str:
+        """For messages."""
+        return f"{self.family} transformer {self.name}"
+
+    def load_request(self) -> Request:
+        """See `protocol.LoadTransformer`."""
+        return LoadTransformer(
+            key=self.key, folder=self.folder, family=self.family, dtype=self.dtype, tensor=self.tensor
+        )
+
+    def estimated_bytes(self) -> dict[str, int]:
+        """An equal slice on every device, with what tensor parallelism keeps whole counted as a tenth."""
+        share = self.num_bytes if self.tensor == 1 else int(self.num_bytes * (1 / self.tensor + 0.1))
+        return dict.fromkeys(self.devices, share)

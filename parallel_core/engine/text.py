@@ -1,0 +1,156 @@
+"""Encoding prompts from the controller's side: which requests one call becomes, and what it holds when it is done.
+
+Owns `TextModel`, the spec of a folder's encoders on a placement group, and how much room they ask for. Knows neither
+ComfyUI nor how encoders compute.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from torch import Tensor
+
+from ..protocol import Request
+from ..text_spec import EncodeText, LoadText, TextSource
+from .engine import Engine, Poll
+from .group import GroupKey
+from .models import spec_key
+
+SLACK_BYTES = 1024**3
+"""Asked for beside the weights of each device: what encoding itself takes, and that a part is placed as a whole."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TextModel:
+    """The encoders of `source` over `devices`, all seen by one process. See `models.ModelSpec`.
+
+    `limits`: the user's max_memory in bytes per device, "cpu" and "disk". `capacities`: memory of each device in bytes.
+    """
+
+    devices: tuple[str, ...]
+    source: TextSource
+    placement: str
+    limits: tuple[tuple[str, int], ...]
+    capacities: tuple[int, ...]
+
+    @property
+    def group(self) -> GroupKey:
+        """One process that sees all devices."""
+        return GroupKey(devices=self.devices, kind="placement")
+
+    @property
+    def key(self) -> str:
+        """Equal for equal folder, placement, limits and devices."""
+        return spec_key(
+            "text",
+            devices=self.devices,
+            folder=self.source.folder,
+            fingerprint=self.source.fingerprint,
+            placement=self.placement,
+            limits=self.limits,
+        )
+
+    @property
+    def label(self) -> str:
+        """For messages: "text encoders of flux-dev"."""
+        return f"text encoders of {Path(self.source.folder).name}"
+
+    def load_request(self) -> Request:
+        """See `LoadText`."""
+        return LoadText(key=self.key, folder=self.source.folder, placement=self.placement, max_memory=dict(self.limits))
+
+    def estimated_bytes(self) -> dict[str, int]:
+        """What to make free on each device so that the placement comes out as it would on empty devices."""
+        limits = dict(self.limits)
+        room = {
+            device: min(capacity, limits.get(device, capacity))
+            for device, capacity in zip(self.devices, self.capacities, strict=True)
+        }
+        shares = _shares(self.placement, room, self.source.total_bytes)
+        return {device: share + SLACK_BYTES for device, share in shares.items() if share}
+
+
+def _shares(placement: str, room: Mapping[str, int], total: int) -> dict[str, int]:
+    """About how many of `total` bytes the placement puts on each device that has `room` for so many bytes."""
+    if placement == "balanced":  # those with least room first: the others take over what they cannot hold
+        order = sorted(room, key=lambda device: room[device])
+    elif placement == "sequential":
+        order = list(room)
+    else:
+        order = sorted(room, key=lambda device: -room[device])[: 1 if placement == "single" else None]
+    shares: dict[str, int] = {}
+    rest = total
+    for index, device in enumerate(order):
+        fair = rest // (len(order) - index) if placement == "balanced" else rest
+        shares[device] = min(fair, room[device])
+        rest -= shares[device]
+    return shares
+
+
+@dataclass(frozen=True, kw_only=True)
+class Encoded:
+    """Encoded prompts: per prompt its outputs by conditioning key, each [1, ...]; and what there is to tell.
+
+    `cut`: (prompt, encoder's label, tokens of the prompt, tokens read). `load_seconds` is 0 when nothing was loaded.
+    `notices`: what had to make room.
+    """
+
+    prompts: Sequence[Mapping[str, Tensor]]
+    cut: Sequence[tuple[int, str, int, int]]
+    placement: str
+    load_seconds: float
+    encode_seconds: float
+    notices: Sequence[str]
+
+
+def encode(
+    engine: Engine,
+    model: TextModel,
+    prompts: Sequence[str],
+    *,
+    max_sequence_length: int,
+    keep_loaded: bool,
+    poll: Poll | None = None,
+) -> Encoded:
+    """Loads the encoders unless they are kept from before, encodes each prompt, gives the encoders back unless
+    `keep_loaded`.
+
+    At most one set of encoders is kept per group: another folder, placement or limit gives the former one back.
+    """
+    model.source.check_length(max_sequence_length)
+    _forget_others(engine, model)
+    holding = engine.ledger.get(model.group, model.key)
+    kept = holding is not None and holding.resident
+    try:
+        group = engine.ensure_loaded(model, poll)
+        (reply,) = engine.request_group(
+            group,
+            EncodeText(key=model.key, prompts=list(prompts), max_sequence_length=max_sequence_length),
+            deadline=engine.deadlines.first,
+            label=f"encoding with the {model.label}",
+            poll=poll,
+        )
+    finally:
+        if not keep_loaded:
+            engine.release_later(model.group, model.key)
+    notices = [engine.notices.popleft() for _ in range(len(engine.notices))]
+    return Encoded(
+        prompts=[
+            {part.key: reply.tensors[f"{index}.{part.key}"] for part in model.source.family.parts}
+            for index in range(len(prompts))
+        ],
+        cut=[(int(prompt), str(label), int(tokens), int(read)) for prompt, label, tokens, read in reply.data["cut"]],
+        placement=str(reply.data["placement"]),
+        load_seconds=0.0 if kept else float(reply.data["load_seconds"]),
+        encode_seconds=float(reply.data["seconds"]),
+        notices=notices,
+    )
+
+
+def _forget_others(engine: Engine, model: TextModel) -> None:
+    """Gives other encoders of the group back; also these ones once they were parked, which took them off the rank."""
+    for holding in engine.ledger.of_group(model.group):
+        if holding.key != model.key or not holding.resident:
+            engine.release_later(holding.group, holding.key)  # carried out before the group's next load

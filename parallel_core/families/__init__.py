@@ -1,0 +1,1 @@
+"""Model families: one module each, and the registry that finds the right one."""

@@ -1,0 +1,1 @@
+"""How ranks are started. Knows nothing of what they compute."""

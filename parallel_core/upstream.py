@@ -1,0 +1,124 @@
+"""Every private name of diffusers that the ranks use, in one place.
+
+Owns the imports and the one patch. `tests/unit/test_upstream_contract.py` holds every entry to what is relied on
+here, so that a new diffusers version fails there and not in a picture. Rank side only. Does not know what the entries
+are for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from fractions import Fraction
+from typing import Any
+
+from diffusers.hooks.tensor_parallel import resolve_tp_shard_specs
+from diffusers.models import attention_dispatch
+from diffusers.models._modeling_parallel import ContextParallelInput, ContextParallelOutput
+from diffusers.models.attention_dispatch import AttentionBackendName
+from torch import nn
+
+__all__ = [
+    "VAE_BLEND_PREFIX",
+    "VAE_TILE_KNOBS",
+    "ContextParallelInput",
+    "ContextParallelOutput",
+    "attention_processors",
+    "context_parallel_plan",
+    "release_context_attention",
+    "replace_context_attention",
+    "resolve_tp_shard_specs",
+    "route_attention",
+    "tensor_parallel_plan",
+    "unroute_attention",
+    "vae_tiles",
+]
+
+_stock_context_attention = attention_dispatch._templated_context_parallel_attention
+_owners: set[int] = set()  # who needs the replacement; the patch is process-wide, so is this
+
+
+def replace_context_attention(function: Callable[..., Any], owner: object) -> None:
+    """Makes `function` diffusers' context-parallel attention until every owner has released it.
+
+    Where a processor's `_parallel_config` is not None, diffusers' attention backends call it in place of their kernel:
+    `function(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, return_lse, *, forward_op,
+    backward_op, _parallel_config)`. Tensors are (batch, tokens, heads, head_dim), `forward_op` is the kernel.
+    """
+    attention_dispatch._templated_context_parallel_attention = function
+    _owners.add(id(owner))
+
+
+def release_context_attention(owner: object) -> None:
+    """Takes the owner's claim back; without owners diffusers' own function is in its place again."""
+    _owners.discard(id(owner))
+    if not _owners:
+        attention_dispatch._templated_context_parallel_attention = _stock_context_attention
+
+
+def attention_processors(model: nn.Module) -> list[Any]:
+    """The processors of all attention modules. ValueError for one that would attend to its own tokens in silence."""
+    processors = []
+    for name, module in model.named_modules():
+        processor = getattr(module, "processor", None)
+        if processor is None:
+            continue
+        if not hasattr(processor, "_parallel_config") or not hasattr(processor, "_attention_backend"):
+            raise ValueError(
+                f"The attention processor {type(processor).__name__} of '{name}' does not go through diffusers' "
+                "attention dispatch, so its tokens cannot be shared out; use the model's default processors."
+            )
+        processors.append(processor)
+    return processors
+
+
+def route_attention(processor: Any, config: object) -> None:
+    """Sends the processor's attention through the context-parallel function, with `config` as `_parallel_config`.
+
+    The backend is named, since the process-wide default (DIFFUSERS_ATTN_BACKEND) may be one that ignores it.
+    """
+    processor._parallel_config = config
+    processor._attention_backend = AttentionBackendName.NATIVE
+
+
+def unroute_attention(processor: Any) -> None:
+    """Back to the class's own values (None: plain attention by the default backend)."""
+    del processor._parallel_config, processor._attention_backend
+
+
+def context_parallel_plan(model: nn.Module) -> dict[str, Any] | None:
+    """What the class declares to be split and gathered: module path -> {argument: input rule} or an output rule."""
+    plan: dict[str, Any] | None = getattr(model, "_cp_plan", None)
+    return plan
+
+
+def tensor_parallel_plan(model: nn.Module) -> dict[str, Any] | None:
+    """How the class declares its linears to be sharded: glob -> "colwise" / "rowwise" / a packed variant."""
+    plan: dict[str, Any] | None = getattr(model, "_tp_plan", None)
+    return plan
+
+
+# ----- tiled VAEs (AutoencoderKL) -----
+
+VAE_BLEND_PREFIX = "blend_"
+"""The methods that blend a tile with the one above or to the left, in place: blend_v, blend_h; blend_t for video."""
+
+VAE_TILE_KNOBS = ("use_slicing", "use_tiling", "tile_sample_min_size", "tile_latent_min_size", "tile_overlap_factor")
+
+
+@contextmanager
+def vae_tiles(vae: Any, *, side: int, overlap: int) -> Iterator[None]:
+    """Makes decode and encode work picture by picture in tiles of `side` latent cells with `overlap` of them shared.
+
+    The factor is a Fraction: diffusers takes `int(size * (1 - factor))`, which is one too few for some floats.
+    """
+    scale = 2 ** (len(vae.config.block_out_channels) - 1)
+    before = {name: getattr(vae, name) for name in VAE_TILE_KNOBS}
+    values = (True, True, side * scale, side, Fraction(overlap, side))
+    try:
+        for name, value in zip(VAE_TILE_KNOBS, values, strict=True):
+            setattr(vae, name, value)
+        yield
+    finally:
+        for name, value in before.items():
+            setattr(vae, name, value)

@@ -1,0 +1,111 @@
+"""The rank's models: keyed by spec, resident on the device or parked in host memory, with a ledger in bytes.
+
+Knows no family and no plan; a model is anything with parameters and an `undo`.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+
+@dataclass
+class StoredModel:
+    """One model in the store. `close` undoes what was applied to it (hooks, meshes) before it is forgotten."""
+
+    module: torch.nn.Module
+    device: torch.device
+    close: Callable[[], None]
+    extra: dict[str, Any] = field(default_factory=dict)
+    resident: bool = True
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the local weights and buffers, each storage counted once."""
+        seen: dict[int, int] = {}
+        for tensor in _local_tensors(self.module):
+            storage = tensor.untyped_storage()
+            seen[storage.data_ptr()] = storage.nbytes()
+        return sum(seen.values())
+
+
+class ModelStore:
+    """See the module."""
+
+    def __init__(self) -> None:
+        self._models: dict[str, StoredModel] = {}
+        self.num_loads = 0
+        """How many times weights were read from disk."""
+
+    def __contains__(self, key: str) -> bool:
+        return key in self._models
+
+    def add(self, key: str, model: StoredModel) -> None:
+        """Takes a model that was just read from disk."""
+        self._models[key] = model
+        self.num_loads += 1
+
+    def use(self, key: str) -> StoredModel:
+        """The model, resident: brought back from host memory when it was parked. KeyError when it was never loaded."""
+        model = self._models[key]
+        if not model.resident:
+            _move(model.module, model.device)
+            model.resident = True
+        return model
+
+    def park(self, key: str) -> None:
+        """Moves the weights to host memory. Nothing when the model is unknown or parked."""
+        model = self._models.get(key)
+        if model is not None and model.resident:
+            _move(model.module, torch.device("cpu"))
+            model.resident = False
+            give_memory_back()
+
+    def release(self, key: str) -> None:
+        """Forgets the model and gives its memory back. Nothing when it is unknown."""
+        model = self._models.pop(key, None)
+        if model is not None:
+            model.close()
+            del model
+            give_memory_back()
+
+    def release_all(self) -> None:
+        """Forgets every model."""
+        for key in list(self._models):
+            self.release(key)
+
+    def ledger(self) -> dict[str, dict[str, int]]:
+        """Per model the bytes on the device and in host memory."""
+        return {
+            key: {
+                "device_bytes": model.num_bytes if model.resident else 0,
+                "host_bytes": 0 if model.resident else model.num_bytes,
+            }
+            for key, model in self._models.items()
+        }
+
+
+def give_memory_back() -> None:
+    """Returns freed memory to the driver and the system, so that others can use it and a measurement shows it."""
+    gc.collect()  # hooks and wrapped forwards are cycles
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc only
+    if trim is not None:
+        trim(0)
+
+
+def _local_tensors(module: torch.nn.Module) -> Iterator[torch.Tensor]:
+    yield from module.parameters()
+    yield from module.buffers()
+
+
+def _move(module: torch.nn.Module, device: torch.device) -> None:
+    """Moves local weights in place: parameters stay the same objects, so hooks and sharding stay valid."""
+    for tensor in _local_tensors(module):
+        tensor.data = tensor.data.to(device)

@@ -1,0 +1,107 @@
+"""The transformer operations of a rank: load, and evaluate a list of calls.
+
+Owns which plan is applied to a loaded model and the change from one to another. Knows families by their declarations
+and nothing of ComfyUI.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+
+from ..families.base import Family
+from ..families.registry import family_named
+from ..parallelize import Applied, apply_plan
+from ..protocol import Forward, LoadTransformer, Request
+from .loading import LoadedTransformer, load_transformer
+from .store import StoredModel
+from .worker import Handler, Inputs, Result, Worker, torch_dtype
+
+
+class _AppliedPlan:
+    """The plan that is on a model now: switched only when a request asks for another one."""
+
+    def __init__(self, loaded: LoadedTransformer, family: Family) -> None:
+        self.family = family
+        self._loaded = loaded
+        self._mesh: DeviceMesh | None = None
+        self._applied: Applied | None = None
+
+    def switch(self, mesh: DeviceMesh) -> None:
+        """Makes the plan of `mesh` the applied one; free when it is already."""
+        if mesh is not self._mesh:
+            self.remove()
+            self._applied = apply_plan(self._loaded.model, self.family, self._loaded.shards, mesh)
+            self._mesh = mesh
+
+    def remove(self) -> None:
+        """Takes the plan off the model."""
+        if self._applied is not None:
+            self._applied.remove()
+        self._applied = None
+        self._mesh = None
+
+
+def load(worker: Worker, request: LoadTransformer, tensors: Inputs) -> Result:
+    """Reads the weights, or this rank's slices of them, straight to the device."""
+    if request.key not in worker.store:
+        family = family_named(request.family)
+        loaded = load_transformer(
+            Path(request.folder),
+            family,
+            torch_dtype(request.dtype),
+            worker.device,
+            tensor_rank=worker.rank % request.tensor,  # the tensor axis is the innermost
+            tensor_degree=request.tensor,
+        )
+        plan = _AppliedPlan(loaded, family)
+        model = StoredModel(module=loaded.model, device=worker.device, close=plan.remove, extra={"plan": plan})
+        worker.store.add(request.key, model)
+    size = worker.store.use(request.key).num_bytes
+    return Result(data={"device_bytes": {worker.devices[0]: size}})
+
+
+def forward(worker: Worker, request: Forward, tensors: Inputs) -> Result:
+    """Evaluates this replica's batches; the first rank of each replica returns them as "call:first:last" tensors."""
+    model = worker.store.use(request.key)
+    plan: _AppliedPlan = model.extra["plan"]
+    plan.switch(worker.meshes.get((request.replicas, request.ulysses, request.tensor)))
+    replica = worker.rank // (request.ulysses * request.tensor)
+    first_of_replica = worker.rank % (request.ulysses * request.tensor) == 0
+    outputs: dict[str, torch.Tensor] = {}
+    with torch.inference_mode():
+        for batch in request.assignments[replica]:
+            rows, shared = _gather(batch, request.calls, tensors)
+            output = plan.family.finish(model.module(**plan.family.prepare(rows, shared)))
+            if first_of_replica:
+                sizes = [last - first for _, first, last in batch]
+                for (call, first, last), part in zip(batch, output.split(sizes), strict=True):
+                    outputs[f"{call}:{first}:{last}"] = part
+    if worker.device.type == "cuda":
+        torch.cuda.synchronize(worker.device)  # an error of this step belongs to this step
+    return Result(data={"memory": worker.memory()}, tensors=outputs)
+
+
+def _gather(
+    batch: list[list[int]], calls: list[dict[str, dict[str, str]]], tensors: Mapping[str, torch.Tensor]
+) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+    """The rows of one batch, joined over the calls that they come from; and what holds for all of them."""
+    first_call = calls[batch[0][0]]
+    rows = {
+        name: _join([tensors[calls[call]["rows"][name]][first:last] for call, first, last in batch])
+        for name in first_call["rows"]
+    }
+    return rows, {name: tensors[slot] for name, slot in first_call["shared"].items()}
+
+
+def _join(parts: list[torch.Tensor]) -> torch.Tensor:
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+
+OPERATIONS: dict[str, tuple[type[Request], Handler]] = {
+    LoadTransformer.operation: (LoadTransformer, load),
+    Forward.operation: (Forward, forward),
+}

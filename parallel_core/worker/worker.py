@@ -1,0 +1,164 @@
+"""The worker: a closed table of operations over a store of models.
+
+Owns the table and what every operation may use. Knows neither how requests come nor who asks.
+"""
+
+from __future__ import annotations
+
+import resource
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from ..arena import DTYPES
+from ..protocol import Park, Ping, ProtocolError, Release, Request, Shutdown, Status, TensorRef, parse_request
+from .store import ModelStore
+
+Look = Callable[[TensorRef], torch.Tensor]
+
+
+@dataclass
+class Result:
+    """An operation's answer: json and tensors by name."""
+
+    data: dict[str, Any] = field(default_factory=dict)
+    tensors: dict[str, torch.Tensor] = field(default_factory=dict)
+
+
+class Inputs(Mapping[str, torch.Tensor]):
+    """A request's tensors on the rank's device.
+
+    On a CPU rank they are views of shared memory: not to be written to or kept. On a GPU a tensor that has not changed
+    since the last request is not copied again.
+    """
+
+    def __init__(self, refs: Mapping[str, TensorRef], look: Look, device: torch.device, cache: dict[int, Any]) -> None:
+        self._tensors = {name: self._place(ref, look, device, cache) for name, ref in refs.items()}
+        self.refs = refs
+        current = {ref.version for ref in refs.values()}
+        for version in set(cache) - current:
+            del cache[version]
+
+    @staticmethod
+    def _place(ref: TensorRef, look: Look, device: torch.device, cache: dict[int, Any]) -> torch.Tensor:
+        if device.type == "cpu" or ref.version == 0:
+            return look(ref).to(device)
+        if ref.version not in cache:
+            cache[ref.version] = look(ref).to(device)
+        placed: torch.Tensor = cache[ref.version]
+        return placed
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        return self._tensors[name]
+
+    def __iter__(self) -> Any:
+        return iter(self._tensors)
+
+    def __len__(self) -> int:
+        return len(self._tensors)
+
+
+Handler = Callable[["Worker", Any, Inputs], Result]
+
+
+class Worker:
+    """One rank's state. `devices` are the controller's names of the devices it stands for."""
+
+    def __init__(
+        self, *, kind: str, rank: int, world_size: int, device: torch.device, devices: tuple[str, ...]
+    ) -> None:
+        self.kind = kind
+        self.rank = rank
+        self.world_size = world_size
+        self.device = device
+        self.devices = devices
+        self.store = ModelStore()
+        self._placed: dict[int, Any] = {}
+        self._table: dict[str, tuple[type[Request], Handler]] = dict(_BASIC)
+
+    def import_heavy(self) -> None:
+        """Fills the table of this kind of group; imports diffusers or transformers, which takes seconds."""
+        if self.kind == "mesh":
+            from . import transformer, vae
+            from .meshes import MeshCache
+
+            self.meshes = MeshCache(self.device.type)
+            self._table.update(transformer.OPERATIONS)
+            self._table.update(vae.OPERATIONS)
+        else:
+            from . import text
+
+            self._table.update(text.OPERATIONS)
+
+    def handle(self, operation: str, arguments: Mapping[str, Any], refs: Mapping[str, TensorRef], look: Look) -> Result:
+        """Runs one operation of the table. Raises whatever it raises."""
+        if operation not in self._table:
+            raise ProtocolError(f"Unknown operation {operation!r}; a {self.kind} rank knows {', '.join(self._table)}.")
+        request_class, handler = self._table[operation]
+        return handler(self, parse_request(request_class, arguments), Inputs(refs, look, self.device, self._placed))
+
+    def describe_memory(self) -> str:
+        """One line for errors."""
+        memory = self.memory()
+        return ", ".join(f"{name} {size / 1e9:.2f} GB" for name, size in memory.items())
+
+    def memory(self) -> dict[str, int]:
+        """Bytes: "allocated" and "peak" on the GPU, or "resident" and "peak" of the process on a CPU rank."""
+        if self.device.type == "cuda":
+            return {
+                "allocated": torch.cuda.memory_allocated(self.device),
+                "peak": torch.cuda.max_memory_allocated(self.device),
+            }
+        return {"resident": _resident_bytes(), "peak": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024}
+
+    def close(self) -> None:
+        """Gives everything back."""
+        self.store.release_all()
+        if self.kind == "mesh":
+            self.meshes.close()
+
+
+def _resident_bytes() -> int:
+    """Anonymous resident memory of this process (proc(5), RssAnon): file mappings are shared and do not count."""
+    with open("/proc/self/status", encoding="ascii") as status:
+        for line in status:
+            if line.startswith("RssAnon:"):
+                return int(line.split()[1]) * 1024
+    return 0
+
+
+def torch_dtype(name: str) -> torch.dtype:
+    """The dtype of that name; only names of `arena.DTYPES`."""
+    if name not in DTYPES:
+        raise ProtocolError(f"Unknown dtype {name!r}.")
+    return DTYPES[name]
+
+
+def _ping(worker: Worker, request: Ping, tensors: Inputs) -> Result:
+    return Result()
+
+
+def _status(worker: Worker, request: Status, tensors: Inputs) -> Result:
+    ledger = worker.store.ledger()
+    return Result(data={"memory": worker.memory(), "models": ledger, "num_loads": worker.store.num_loads})
+
+
+def _park(worker: Worker, request: Park, tensors: Inputs) -> Result:
+    worker.store.park(request.key)
+    return Result()
+
+
+def _release(worker: Worker, request: Release, tensors: Inputs) -> Result:
+    worker.store.release(request.key)
+    return Result()
+
+
+_BASIC: dict[str, tuple[type[Request], Handler]] = {
+    Ping.operation: (Ping, _ping),
+    Status.operation: (Status, _status),
+    Park.operation: (Park, _park),
+    Release.operation: (Release, _release),
+    Shutdown.operation: (Shutdown, lambda worker, request, tensors: Result()),
+}

@@ -1,0 +1,176 @@
+"""A ComfyUI server with the package and the test nodes in it, and what the tests ask of it.
+
+Owns: the layout of a base folder, the server's environment, running a Graph and reading what came out, the server's
+rank processes.
+Does not know: what the product computes.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+import uuid
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file
+
+from tests.comfyui.graphs import Graph, Node
+from tools.comfy_client import ComfyClient, ComfyServer, Event, Outcome, PromptRejected
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+REFERENCE_NODES = Path(__file__).resolve().parent / "reference_nodes"
+RANK_MODULE = "parallel_core.worker"
+
+
+def wait_until(condition: Callable[[], Any], *, seconds: float, what: str) -> Any:
+    """Polls until `condition()` is true and returns its value; fails after `seconds` with `what` in the message."""
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        value = condition()
+        if value:
+            return value
+        time.sleep(0.01)
+    raise AssertionError(f"within {seconds:g} s: {what}")
+
+
+def alive(pid: int) -> bool:
+    """Whether the process runs (one that ended and was not reaped does not)."""
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+    return state not in "ZX"
+
+
+def descendants(pid: int) -> list[int]:
+    """Every living process below `pid`."""
+    parents: dict[int, list[int]] = {}
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit() and alive(int(entry.name)):
+            try:
+                parent = int((entry / "stat").read_text().rpartition(")")[2].split()[1])
+            except (FileNotFoundError, ProcessLookupError):
+                continue
+            parents.setdefault(parent, []).append(int(entry.name))
+    found, queue = [], list(parents.get(pid, []))
+    while queue:
+        child = queue.pop()
+        found.append(child)
+        queue += parents.get(child, [])
+    return found
+
+
+def command_line(pid: int) -> list[str]:
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes().decode(errors="replace").split("\0")
+    except (FileNotFoundError, ProcessLookupError):
+        return []
+
+
+def mapped_files(pid: int) -> set[str]:
+    """The files that the process has mapped into memory or open."""
+    try:
+        mapped = Path(f"/proc/{pid}/maps").read_text().splitlines()
+        opened = [os.readlink(descriptor) for descriptor in Path(f"/proc/{pid}/fd").iterdir()]
+    except (FileNotFoundError, ProcessLookupError):
+        return set()
+    return {line.split(maxsplit=5)[5] for line in mapped if line.count(" ") > 5} | set(opened)
+
+
+def shared_memory_files(pids: Sequence[int]) -> set[str]:
+    """Files under /dev/shm that any of the processes uses (a memfd has no name there and cannot be left behind)."""
+    return {name for pid in pids for name in mapped_files(pid) if name.startswith("/dev/shm/")}
+
+
+def make_base(base: Path, models: Path, *, package: Path = REPOSITORY, name: str = "parallel-diffusion") -> Path:
+    """A base folder: `models` linked in, the package under `name` and the test nodes in custom_nodes."""
+    (base / "custom_nodes").mkdir(parents=True)
+    (base / "tmp").mkdir()
+    (base / "models").symlink_to(models)
+    (base / "custom_nodes" / name).symlink_to(package)
+    (base / "custom_nodes" / "reference_nodes").symlink_to(REFERENCE_NODES)
+    return base
+
+
+class Comfy:
+    """One server and one client of it. `base`: see make_base. Use as a context manager."""
+
+    def __init__(self, tree: Path, base: Path, python: Path, *, env: Mapping[str, str] | None = None) -> None:
+        self.base = base
+        self.temporary = base / "tmp"
+        extra_modules = {"PYTHONPATH": os.environ["COMFYUI_PYTHONPATH"]} if "COMFYUI_PYTHONPATH" in os.environ else {}
+        self.server = ComfyServer(
+            tree,
+            base,
+            python=python,
+            extra_args=["--preview-method", "latent2rgb"],
+            # A temp folder of its own, so that a test sees all that the server and its ranks leave behind.
+            env={"TMPDIR": str(self.temporary), **extra_modules, **(env or {})},
+        )
+        self.client: ComfyClient = self.server.client()
+
+    def __enter__(self) -> Comfy:
+        self.server.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.client.close()
+        self.server.stop()
+
+    def run(self, graph: Graph, *, on_progress: Callable[[Event], None] | None = None, timeout: float = 120) -> Outcome:
+        """Runs the graph, which must succeed."""
+        outcome = self.client.run(graph.prompt, on_progress=on_progress, timeout=timeout)
+        assert outcome.status == "success", outcome.error_text or outcome.status
+        return outcome
+
+    def latents(self, graph: Graph, samples: Node, *, timeout: float = 120) -> torch.Tensor:
+        """Runs the graph and returns `samples` (a LATENT) as the server had it."""
+        name = uuid.uuid4().hex
+        graph.add("TestSaveLatent", samples=samples, name=name)
+        self.run(graph, timeout=timeout)
+        return self.saved(name)
+
+    def saved(self, name: str) -> torch.Tensor:
+        """What TestSaveLatent wrote under `name`."""
+        return load_file(self.base / "output" / f"{name}.safetensors")["samples"]
+
+    def failure(self, graph: Graph, *, timeout: float = 60) -> str:
+        """Runs the graph, which must fail or be refused, and returns the text that the user sees."""
+        try:
+            outcome = self.client.run(graph.prompt, timeout=timeout)
+        except PromptRejected as rejected:
+            return str(rejected)
+        assert outcome.status == "error", f"expected an error, got {outcome.status}"
+        return outcome.error_text
+
+    def ranks(self) -> list[int]:
+        """The process ids of the server's ranks, sorted."""
+        pid = self.server.pid
+        assert pid is not None
+        return sorted(child for child in descendants(pid) if RANK_MODULE in " ".join(command_line(child)))
+
+    def state(self) -> dict[str, Any]:
+        """See reference_nodes/probes.py."""
+        state: dict[str, Any] = self.client.get("/test/state")
+        return state
+
+    def log(self) -> str:
+        """Everything that the server has logged."""
+        return self.server.log_path.read_text(encoding="utf-8", errors="replace")
+
+
+def kill(pid: int) -> None:
+    """kill -9."""
+    os.kill(pid, signal.SIGKILL)
+
+
+def resident_bytes(pid: int) -> int:
+    """Anonymous memory of a process: weights that were read, not files that are mapped."""
+    for line in Path(f"/proc/{pid}/status").read_text().splitlines():
+        if line.startswith("RssAnon:"):
+            return int(line.split()[1]) * 1024
+    raise AssertionError(f"no RssAnon in /proc/{pid}/status")

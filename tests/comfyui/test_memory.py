@@ -1,0 +1,99 @@
+"""Where the weights are: parked by /free, given back with the last reference, never in ComfyUI's own process."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.comfyui.broken_models import WEIGHTS, other_weights
+from tests.comfyui.graphs import Graph
+from tests.comfyui.harness import Comfy, resident_bytes, wait_until
+from tests.comfyui.parity import PLANS, load_parallel
+from tests.comfyui.workflows import Case, ksampler
+
+CASE = Case(name="memory", steps=1)
+LARGE = "hollow-flux"
+SMALL = "tiny-flux"
+GC_SECONDS = 30
+"""ComfyUI collects garbage every ten seconds."""
+
+
+def sample(comfy: Comfy, model: str, plan: str = "ulysses 2") -> torch.Tensor:
+    graph = Graph()
+    return comfy.latents(graph, ksampler(graph, load_parallel(graph, PLANS[plan], model=model), CASE))
+
+
+@pytest.fixture
+def large_bytes(models: Path) -> int:
+    """Bytes of the large model's weights."""
+    size = (models / "diffusers" / LARGE / "transformer" / WEIGHTS).stat().st_size
+    assert size > 400e6
+    return size
+
+
+def holdings(comfy: Comfy) -> list[dict[str, Any]]:
+    """Each rank's ledger: what it holds on its device and in host memory, in bytes."""
+    ledgers = [rank["models"] for group in comfy.client.get("/test/ranks") for rank in group["ranks"]]
+    return [model for ledger in ledgers for model in ledger.values()]
+
+
+@pytest.mark.parametrize("plan", ["ulysses 2", "tensor 2"])
+def test_free_parks_the_weights_and_the_next_prompt_needs_no_disk(comfy: Comfy, models: Path, plan: str) -> None:
+    before = sample(comfy, "other-flux", plan)
+    ranks = comfy.ranks()
+    resident = [(model["device_bytes"], model["host_bytes"]) for model in holdings(comfy)]
+    assert all(device > 0 and host == 0 for device, host in resident)
+    comfy.client.free(unload_models=True)
+    parked = [(0, device) for device, _ in resident]
+    wait_until(
+        lambda: [(model["device_bytes"], model["host_bytes"]) for model in holdings(comfy)] == parked,
+        seconds=10,
+        what="all bytes are in host memory",
+    )
+    with other_weights(models / "diffusers" / "other-flux" / "transformer" / WEIGHTS):
+        assert torch.equal(sample(comfy, "other-flux", plan), before)
+    assert comfy.ranks() == ranks
+
+
+def resident(comfy: Comfy) -> list[int]:
+    """Bytes of memory of each rank."""
+    return [resident_bytes(rank) for rank in comfy.ranks()]
+
+
+def test_another_workflow_gives_the_memory_of_the_last_one_back(comfy: Comfy, large_bytes: int) -> None:
+    sample(comfy, SMALL)
+    ranks, idle = comfy.ranks(), resident(comfy)
+    sample(comfy, LARGE)
+    assert all(now > before + 0.9 * large_bytes for now, before in zip(resident(comfy), idle, strict=True))
+    sample(comfy, SMALL)
+    wait_until(
+        lambda: all(now < before + 0.1 * large_bytes for now, before in zip(resident(comfy), idle, strict=True)),
+        seconds=GC_SECONDS,
+        what="the ranks gave the weights back",
+    )
+    assert comfy.ranks() == ranks
+    assert len(comfy.state()["patchers"]) == 1
+
+
+def test_dropping_comfyuis_cache_gives_everything_back(comfy: Comfy, large_bytes: int) -> None:
+    sample(comfy, LARGE)
+    loaded = resident(comfy)
+    comfy.client.free(unload_models=True, free_memory=True)
+    wait_until(
+        lambda: all(now < before - 0.9 * large_bytes for now, before in zip(resident(comfy), loaded, strict=False)),
+        seconds=GC_SECONDS,
+        what="the ranks gave the weights back",
+    )
+    assert comfy.state()["patchers"] == []
+    assert comfy.state()["models"] == []
+    assert holdings(comfy) == []
+
+
+def test_comfyuis_own_process_holds_no_weights(comfy: Comfy, large_bytes: int) -> None:
+    sample(comfy, SMALL)
+    before = comfy.state()["memory"]["VmRSS"]
+    sample(comfy, LARGE)
+    assert comfy.state()["memory"]["VmRSS"] < before + 0.1 * large_bytes

@@ -1,0 +1,262 @@
+"""What the ranks of `test_parallelize`, `test_loading` and `test_meshes` run: a tiny Flux alone and under a plan.
+
+A shape is (replicas, ulysses, tensor), as in `plan.AXES`. A case is (batch, text tokens, image height, image width).
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from parallel_core import attention, upstream
+from parallel_core.errors import UserError
+from parallel_core.families.flux import FAMILY
+from parallel_core.parallelize import apply_context, apply_plan
+from parallel_core.worker import meshes as meshes_module
+from parallel_core.worker.loading import load_transformer
+from parallel_core.worker.meshes import MeshCache
+from tests.tiny_flux import TINY, write_transformer
+
+Shape = tuple[int, int, int]
+CPU = torch.device("cpu")
+
+
+def make_inputs(case: list[int], dtype: torch.dtype = torch.float32, guidance: bool = True) -> dict[str, Any]:
+    """What the pipeline would pass for a case, the same on every rank."""
+    batch, text, height, width = case
+    generator = torch.Generator().manual_seed(7)
+
+    def noise(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator).to(dtype)
+
+    rows, columns = torch.meshgrid(torch.arange(float(height)), torch.arange(float(width)), indexing="ij")
+    return {
+        "hidden_states": noise(batch, height * width, 64),
+        "encoder_hidden_states": noise(batch, text, TINY["joint_attention_dim"]),
+        "pooled_projections": noise(batch, TINY["pooled_projection_dim"]),
+        "timestep": torch.linspace(0.3, 0.9, batch),
+        "guidance": torch.full((batch,), 3.5) if guidance else None,
+        "img_ids": torch.stack([torch.zeros_like(rows), rows, columns], dim=-1).flatten(0, 1),
+        "txt_ids": torch.zeros(text, 3),
+        "return_dict": False,
+    }
+
+
+def write_models(rank: int, world_size: int, models: dict[str, dict[str, Any]]) -> None:
+    """Writes one transformer folder per path."""
+    for folder, config in models.items():
+        write_transformer(Path(folder), **config)
+
+
+def load(folder: str, dtype: str = "float32", tensor: int = 1, tensor_rank: int = 0) -> Any:
+    return load_transformer(
+        Path(folder), FAMILY, getattr(torch, dtype), CPU, tensor_rank=tensor_rank, tensor_degree=tensor
+    )
+
+
+def distance(output: Tensor, reference: Tensor) -> float:
+    """Relative L2."""
+    return float((output.double() - reference.double()).norm() / reference.double().norm())
+
+
+@torch.inference_mode()
+def compare(
+    rank: int, world_size: int, folder: str, shape: list[int], cases: list[list[int]], dtype: str, guidance: bool = True
+) -> list[list[Any]]:
+    """Per case: the plan's distance from one rank, bit-equality, and one rank's own distance from float32."""
+    mesh = MeshCache("cpu").get(tuple(shape))
+    exact, alone = load(folder).model, load(folder, dtype).model
+    loaded = load(folder, dtype, tensor=shape[2], tensor_rank=mesh.get_local_rank("tensor"))
+    apply_plan(loaded.model, FAMILY, loaded.shards, mesh)
+    results = []
+    for case in cases:
+        inputs = make_inputs(case, getattr(torch, dtype), guidance)
+        output, reference = loaded.model(**inputs)[0], alone(**inputs)[0]
+        rounding = distance(reference, exact(**make_inputs(case, torch.float32, guidance))[0])
+        results.append([distance(output, reference), torch.equal(output, reference), rounding])
+    return results
+
+
+# ----- taking plans off again -----
+
+
+def traces_of_plans(model: nn.Module) -> list[str]:
+    """Whatever a removed plan may have left on a model."""
+    traces = []
+    for name, module in model.named_modules():
+        for kind in ("_forward_hooks", "_forward_pre_hooks", "_forward_hooks_with_kwargs"):
+            traces += [f"{name} {kind}" for _ in getattr(module, kind)]
+        traces += [f"{name} {attribute}" for attribute in vars(getattr(module, "processor", object)) if "_" == attribute[0]]
+    return traces
+
+
+@torch.inference_mode()
+def switch(rank: int, world_size: int, folder: str, tensor: int, shapes: list[list[int]]) -> dict[str, Any]:
+    """One set of weights under one shape after another."""
+    cache = MeshCache("cpu")
+    case = [2, 77, 5, 5]
+    reference = load(folder).model(**make_inputs(case))[0]
+    tensor_rank = cache.get(tuple(shapes[0])).get_local_rank("tensor")
+    loaded = load(folder, tensor=tensor, tensor_rank=tensor_rank)
+    before = traces_of_plans(loaded.model)
+    errors, seconds = [], []
+    for shape in shapes:
+        mesh = cache.get(tuple(shape))
+        start = time.process_time()  # of this process alone: other work on the machine does not count
+        applied = apply_plan(loaded.model, FAMILY, loaded.shards, mesh)
+        seconds.append(time.process_time() - start)
+        errors.append(distance(loaded.model(**make_inputs(case))[0], reference))
+        start = time.process_time()
+        applied.remove()
+        seconds.append(time.process_time() - start)
+    alone = torch.equal(loaded.model(**make_inputs(case))[0], reference) if tensor == 1 else None
+    return {
+        "errors": errors,
+        "slowest": max(seconds),
+        "left": [trace for trace in traces_of_plans(loaded.model) if trace not in before],
+        "patched": upstream.attention_dispatch._templated_context_parallel_attention
+        is attention.context_parallel_attention,
+        "alone": alone,
+    }
+
+
+# ----- negative controls -----
+
+
+@contextmanager
+def switched_off(name: str, replacement: Callable[..., None]) -> Iterator[None]:
+    real = getattr(dist, name)
+    setattr(dist, name, replacement)
+    try:
+        yield
+    finally:
+        setattr(dist, name, real)
+
+
+@torch.inference_mode()
+def without_exchange(rank: int, world_size: int, folder: str, shape: list[int]) -> float:
+    """How far the result is off when the ranks' exchange is replaced by what a rank has itself."""
+    mesh = MeshCache("cpu").get(tuple(shape))
+    inputs = make_inputs([1, 16, 4, 4])
+    reference = load(folder).model(**inputs)[0]
+    loaded = load(folder, tensor=shape[2], tensor_rank=mesh.get_local_rank("tensor"))
+    apply_plan(loaded.model, FAMILY, loaded.shards, mesh)
+    with (
+        switched_off("all_to_all_single", lambda output, given, *sizes, group: output.copy_(given)),
+        switched_off("all_reduce", lambda tensor, group: None),
+    ):
+        return distance(loaded.model(**inputs)[0], reference)
+
+
+# ----- refusals -----
+
+
+def refusal(function: Callable[[], Any]) -> str:
+    try:
+        function()
+    except (UserError, ValueError) as error:
+        return str(error)
+    return "nothing was refused"
+
+
+@torch.inference_mode()
+def refusals(rank: int, world_size: int, folder: str) -> dict[str, str]:
+    """Error texts for what context parallelism does not do."""
+    model = load(folder).model
+    inputs = make_inputs([1, 16, 4, 4])
+    mask = {"joint_attention_kwargs": {"attention_mask": torch.ones(1, 16, dtype=torch.bool)}}
+    with_batch = {"img_ids": inputs["img_ids"][None]}
+    mesh = MeshCache("cpu").get((1, world_size, 1))
+    applied = apply_context(model, FAMILY, mesh)
+    texts = {
+        "mask": refusal(lambda: model(**inputs, **mask)),
+        "ids with a batch": refusal(lambda: model(**{**inputs, **with_batch})),
+    }
+    processor = model.transformer_blocks[0].attn.processor
+    processor._parallel_config = object()
+    texts["a configuration of diffusers"] = refusal(lambda: model(**inputs))
+    applied.remove()
+    model.transformer_blocks[0].attn.processor = lambda *args: None
+    texts["a foreign processor"] = refusal(lambda: apply_context(model, FAMILY, mesh))
+    texts["left"] = ", ".join(trace for trace in traces_of_plans(model) if "processor" in trace)
+    return texts
+
+
+# ----- meshes -----
+
+
+def cycle_meshes(rank: int, world_size: int, shapes: list[Shape], rounds: int, most: int) -> dict[str, Any]:
+    """Threads and open files after every round of asking for all shapes with room for `most`; sums over every axis."""
+    meshes_module.MAX_MESHES = most
+    cache = MeshCache("cpu")
+    sizes, sums = [], []
+    for _ in range(rounds):
+        for shape in shapes:
+            mesh = cache.get(tuple(shape))
+            for axis in mesh.mesh_dim_names or ():
+                value = torch.ones(())
+                dist.all_reduce(value, group=mesh.get_group(axis))
+                sums.append(int(value) == mesh[axis].size())
+        sizes.append([len(os.listdir("/proc/self/task")), len(os.listdir("/proc/self/fd"))])
+    same = cache.get(tuple(shapes[-1])) is cache.get(tuple(shapes[-1]))
+    cache.close()
+    value = torch.ones(())
+    dist.all_reduce(value)  # the world's own group must have survived
+    return {"sizes": sizes, "right": all(sums), "same": same, "world": int(value)}
+
+
+# ----- loading -----
+
+
+@contextmanager
+def anonymous_peak() -> Iterator[list[int]]:
+    """Samples this process's anonymous memory; the list gets the growth of its peak, in bytes."""
+
+    def read() -> int:
+        with open("/proc/self/status", encoding="ascii") as status:
+            return next(int(line.split()[1]) * 1024 for line in status if line.startswith("RssAnon:"))
+
+    start, samples, done, growth = read(), [0], threading.Event(), []
+
+    def sample() -> None:
+        while not done.wait(0.001):
+            samples.append(read())
+
+    thread = threading.Thread(target=sample)
+    thread.start()
+    try:
+        yield growth
+    finally:
+        done.set()
+        thread.join()
+        growth.append(max(samples) - start)
+
+
+def parameter_bytes(model: nn.Module) -> int:
+    return sum(parameter.nbytes for parameter in model.parameters())
+
+
+def load_slices(rank: int, world_size: int, folder: str, dtype: str) -> dict[str, Any]:
+    """Loads this rank's slices: bytes held, read and needed on the way, and what maps the files afterwards."""
+    with anonymous_peak() as growth:
+        loaded = load(folder, dtype, tensor=world_size, tensor_rank=rank)
+    with open("/proc/self/maps", encoding="ascii") as maps:
+        mapped = [line for line in maps if folder in line]
+    return {
+        "bytes": parameter_bytes(loaded.model),
+        "read": loaded.bytes_read,
+        "peak": growth[0],
+        "mapped": mapped,
+        "largest": max(parameter.nbytes for parameter in loaded.model.parameters()),
+        "training": loaded.model.training,
+        "requires_grad": any(parameter.requires_grad for parameter in loaded.model.parameters()),
+    }
