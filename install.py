@@ -165,9 +165,8 @@ def remove_rank_env() -> None:
         shutil.rmtree(folder)
 
 
-def make_rank_env() -> None:
+def make_rank_env(torch_version: str, torch_file: str) -> None:
     """Make .rank_env from nothing; the stamp is written last, and a failure leaves nothing behind."""
-    torch_version, torch_file = host_torch()
     folder, python = interpreter.rank_env(PACKAGE_ROOT), interpreter.rank_env_python(PACKAGE_ROOT)
     try:
         remove_rank_env()
@@ -213,9 +212,10 @@ def install() -> None:
     elif interpreter.rank_env_is_current(PACKAGE_ROOT):
         say(f"the rank environment is up to date: {folder}")
     else:
+        torch_version, torch_file = host_torch()
         say(f"ranks need packages that this Python does not have: {'; '.join(problems)}")
         say(f"making an environment for ranks in {folder}; this Python's packages stay as they are")
-        make_rank_env()
+        make_rank_env(torch_version, torch_file)
         say(f"done: ranks will run with {interpreter.rank_env_python(PACKAGE_ROOT)}")
 
 

@@ -10,6 +10,7 @@ from comfy_api.latest import io
 import nodes as comfy_nodes
 
 from ..parallel_core.engine.transformer import RemoteTransformer
+from .remote_patcher import remote_of
 from .runtime import say
 
 _MAX_SEED = 0xFFFFFFFFFFFFFFFF
@@ -40,7 +41,7 @@ class DistributedSampler(io.ComfyNode):
             node_id="PD_DistributedSampler",
             display_name="Distributed Sampler",
             category="parallel",
-            description="KSampler's inputs and result; shows what ran where, how long a step took and each rank's memory.",
+            description="KSampler's inputs and result; shows what ran where, seconds per step and each rank's memory.",
             inputs=[
                 io.Model.Input("model", tooltip="From Load Parallel Transformer. Any other MODEL runs as in KSampler."),
                 io.Int.Input(
@@ -59,8 +60,8 @@ class DistributedSampler(io.ComfyNode):
                     max=100.0,
                     step=0.1,
                     round=0.01,
-                    tooltip="Classifier-free guidance. Above 1 the negative prompt is evaluated too, on another replica "
-                    "if there is one.",
+                    tooltip="Classifier-free guidance. Above 1 the negative prompt is evaluated too, "
+                    "on another replica if there is one.",
                 ),
                 io.Combo.Input("sampler_name", options=comfy.samplers.KSampler.SAMPLERS, tooltip="The sampler."),
                 io.Combo.Input("scheduler", options=comfy.samplers.KSampler.SCHEDULERS, tooltip="The noise schedule."),
@@ -98,7 +99,7 @@ class DistributedSampler(io.ComfyNode):
         (latent,) = comfy_nodes.common_ksampler(
             model, seed, steps, cfg, sampler_name, scheduler, positive, negative, latent_image, denoise=denoise
         )
-        remote = getattr(model.model, "parallel_diffusion", None)
+        remote = remote_of(model.model)
         if remote is None:
             text = "This MODEL is an ordinary one, so nothing ran in parallel. Use Load Parallel Transformer."
         else:

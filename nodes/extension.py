@@ -5,8 +5,10 @@ from __future__ import annotations
 from comfy_api.latest import ComfyExtension, io
 
 from .distributed_sampler import DistributedSampler
+from .encode import EncodeOnDeviceMap
 from .load_transformer import LoadParallelTransformer
 from .parallel_config import ParallelConfig
+from .vae import LoadParallelVAE, VAEDecodeParallel
 
 
 class ParallelDiffusionExtension(ComfyExtension):
@@ -14,4 +16,11 @@ class ParallelDiffusionExtension(ComfyExtension):
 
     async def get_node_list(self) -> list[type[io.ComfyNode]]:
         """Called by ComfyUI."""
-        return [ParallelConfig, LoadParallelTransformer, DistributedSampler]
+        return [
+            ParallelConfig,
+            LoadParallelTransformer,
+            EncodeOnDeviceMap,
+            DistributedSampler,
+            LoadParallelVAE,
+            VAEDecodeParallel,
+        ]

@@ -116,16 +116,12 @@ class LoadParallelTransformer(io.ComfyNode):
         return True
 
     @classmethod
-    def fingerprint_inputs(
-        cls, model_name: str, weight_dtype: str, parallel_config: ParallelPlan | None = None
-    ) -> str:
+    def fingerprint_inputs(cls, model_name: str, weight_dtype: str, parallel_config: ParallelPlan | None = None) -> str:
         """Makes ComfyUI run the node again when the model's files were replaced."""
         return inspect_model(model_name, weight_dtype)[0].fingerprint
 
     @classmethod
-    def execute(
-        cls, model_name: str, weight_dtype: str, parallel_config: ParallelPlan | None = None
-    ) -> io.NodeOutput:
+    def execute(cls, model_name: str, weight_dtype: str, parallel_config: ParallelPlan | None = None) -> io.NodeOutput:
         """A MODEL; the ranks start and load when it is first used."""
         remote = make_remote(model_name, weight_dtype, parallel_config or default_plan())
         say(describe(remote), cls.hidden.unique_id)

@@ -46,7 +46,7 @@ class ParallelConfig(io.ComfyNode):
                     "strategy",
                     options=list(STRATEGIES),
                     default="auto",
-                    tooltip="auto: degrees chosen from the model's size and the batch; the choice is shown on the node. "
+                    tooltip="auto: degrees chosen from the model's size and the batch; the node shows the choice. "
                     "mesh: the degrees below; their product must be the number of devices.",
                 ),
                 io.Int.Input(

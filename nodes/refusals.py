@@ -62,8 +62,8 @@ def _refuse_block_code(options: Mapping[str, Any], family: str) -> None:
         names = [f"{kind}: {name}{_places(entry)}" for name, entry in (options.get(kind) or {}).items() if entry]
         if names:
             raise UserError(
-                f"A node puts its own code into the model's blocks ({'; '.join(names)}). Blocks run on the ranks, where "
-                f"that code is not. {_STOCK}"
+                f"A node puts its own code into the model's blocks ({'; '.join(names)}). Blocks run on the ranks, "
+                f"where that code is not. {_STOCK}"
             )
     compiled = options.get("wrappers", {}).get("apply_model", {}).get("torch.compile")
     if compiled:

@@ -1,7 +1,7 @@
 """The MODEL that stands for a transformer on the ranks.
 
-A stock ModelPatcher over ComfyUI's own model class, built on the meta device (right attributes and names, no memory), in
-which the innermost function that needs weights is replaced by a remote call. All of ComfyUI's weight-free code and its
+A stock ModelPatcher over ComfyUI's own model class, built on the meta device (right attributes and names, no memory),
+in which the innermost function that needs weights is replaced by a remote call. All of ComfyUI's weight-free code and its
 wrappers run as ever. Knows families by their declarations and no process.
 """
 
@@ -9,12 +9,10 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
-import weakref
 from collections.abc import Mapping
 from typing import Any
 
 import comfy.model_management
-import comfy.model_patcher
 import torch
 from comfy.patcher_extension import WrappersMP
 
@@ -22,47 +20,18 @@ from ..parallel_core.engine.transformer import RemoteTransformer, RunStatistics
 from ..parallel_core.families.base import ComfySide, SeamCall, refuse_unknown, resolve_class
 from .cond_batch import WRAPPER_KEY, make_wrapper
 from .refusals import refuse_sampling
+from .remote_patcher import RemotePatcher, bind
 from .rendezvous import submit
 from .runtime import as_comfy_interrupt, cancel_requested, say
 
 
-class RemoteModelPatcher(comfy.model_patcher.ModelPatcher):
-    """ModelPatcher whose weights live on ranks. `self.model.parallel_diffusion` is the `RemoteTransformer`.
-
-    Derives from ModelPatcher, not from ComfyUI's dynamic-memory patcher: there is no local weight to stage.
-    """
-
-    @property
-    def remote(self) -> RemoteTransformer:
-        """The controller's handle."""
-        handle: RemoteTransformer = self.model.parallel_diffusion
-        return handle
-
-    def model_size(self) -> int:
-        """Bytes on the card that ComfyUI itself computes on, so that it makes room there for its share of the ranks."""
-        local = str(comfy.model_management.get_torch_device())
-        return max(1, self.remote.spec.estimated_bytes().get(local, 0))
+class RemoteModelPatcher(RemotePatcher):
+    """The MODEL: besides the weights on the ranks there are the sigmas here, which must be where sampling happens."""
 
     def load(self, device_to: Any = None, *args: Any, **kwargs: Any) -> None:
         """Makes the weights resident on the ranks."""
-        with as_comfy_interrupt():
-            self.remote.ensure_loaded(cancel_requested)
-        self.model.model_sampling.to(device_to)  # sigmas: the only tensors that live in this process
-        self.model.device = device_to
-        self.model.model_loaded_weight_memory = self.model_size()
-        self.model.current_weight_patches_uuid = self.patches_uuid
-        for callback in self.get_all_callbacks(comfy.model_patcher.CallbacksMP.ON_LOAD):
-            callback(self, device_to, *args, **kwargs)
-
-    def unpatch_model(self, device_to: Any = None, unpatch_weights: bool = True) -> None:
-        """Parks the weights in the ranks' host memory when ComfyUI takes its own off the device."""
-        super().unpatch_model(device_to=None, unpatch_weights=unpatch_weights)
-        if unpatch_weights:
-            self.remote.engine.park(self.remote.spec)
-
-    def partially_unload(self, device_to: Any, memory_to_free: float = 0, **kwargs: Any) -> int:
-        """Nothing: a rank holds all of its share or none."""
-        return 0
+        super().load(device_to, *args, **kwargs)
+        self.model.model_sampling.to(device_to)
 
 
 def build_model(remote: RemoteTransformer) -> RemoteModelPatcher:
@@ -92,9 +61,7 @@ def _meta_model(remote: RemoteTransformer) -> Any:
     setattr(model.diffusion_model, side.seam, seam)
     # ComfyUI splits batches by the memory it has here, where none is needed: what runs where must not depend on it.
     model.memory_required = _no_memory
-    model.parallel_diffusion = remote
-    remote.engine.retain(remote.spec)
-    weakref.finalize(model, remote.engine.release_later, remote.spec.group, remote.spec.key).atexit = False
+    bind(model, remote)
     return model
 
 
@@ -117,7 +84,14 @@ class _Guard:
         self._remote = remote
 
     def __call__(
-        self, executor: Any, patcher: Any, noise_shape: Any, conds: Any, *args: Any, model_options: Any = None, **rest: Any
+        self,
+        executor: Any,
+        patcher: Any,
+        noise_shape: Any,
+        conds: Any,
+        *args: Any,
+        model_options: Any = None,
+        **rest: Any,
     ) -> Any:
         remote = self._remote
         refuse_sampling(remote.family, remote.config, patcher, noise_shape, conds, model_options or {})

@@ -8,20 +8,19 @@ from __future__ import annotations
 
 import logging
 import time
-import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import comfy.model_management
-import comfy.model_patcher
 import comfy.sd
 import comfy.utils
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from ..parallel_core.engine.vae import RemoteVae
 from ..parallel_core.errors import UserError
 from ..parallel_core.vae_spec import TileSize
+from .remote_patcher import RemotePatcher, WeightlessModel, local_device
 from .runtime import as_comfy_interrupt, cancel_requested, say
 
 logger = logging.getLogger("parallel_diffusion")
@@ -29,49 +28,6 @@ logger = logging.getLogger("parallel_diffusion")
 # Bytes of working memory per pixel and byte of dtype, as ComfyUI estimates them for this kind of VAE.
 _DECODE_BYTES = 2178
 _ENCODE_BYTES = 1767
-
-
-class WeightlessModel(nn.Module):
-    """What ComfyUI sees as the VAE's model. The ranks' memory is given back when the last reference to it is gone."""
-
-    def __init__(self, remote: RemoteVae) -> None:
-        super().__init__()
-        self.parallel_diffusion = remote
-        self.device: torch.device | None = None
-        remote.engine.retain(remote.spec)
-        weakref.finalize(self, remote.engine.release_later, remote.spec.group, remote.spec.key).atexit = False
-
-
-class RemoteVaePatcher(comfy.model_patcher.ModelPatcher):
-    """ModelPatcher whose weights live on ranks: ComfyUI's memory management loads and parks them through it."""
-
-    @property
-    def remote(self) -> RemoteVae:
-        """The controller's handle."""
-        handle: RemoteVae = self.model.parallel_diffusion
-        return handle
-
-    def model_size(self) -> int:
-        """Bytes on the card that ComfyUI itself computes on, so that it makes room there for its share of the ranks."""
-        return max(1, self.remote.spec.estimated_bytes().get(_local_device(), 0))
-
-    def load(self, device_to: Any = None, *args: Any, **kwargs: Any) -> None:
-        """Makes the weights resident on the ranks."""
-        with as_comfy_interrupt():
-            self.remote.ensure_loaded(cancel_requested)
-        self.model.device = device_to
-        self.model.model_loaded_weight_memory = self.model_size()
-        self.model.current_weight_patches_uuid = self.patches_uuid
-
-    def unpatch_model(self, device_to: Any = None, unpatch_weights: bool = True) -> None:
-        """Parks the weights in the ranks' host memory when ComfyUI takes its own off the device."""
-        super().unpatch_model(device_to=None, unpatch_weights=unpatch_weights)
-        if unpatch_weights:
-            self.remote.engine.park(self.remote.spec)
-
-    def partially_unload(self, device_to: Any, memory_to_free: float = 0, **kwargs: Any) -> int:
-        """Nothing: a rank holds all of its share or none."""
-        return 0
 
 
 class RemoteVAE(comfy.sd.VAE):
@@ -105,7 +61,7 @@ class RemoteVAE(comfy.sd.VAE):
         self.format_encoded = None
         self.downscale_index_formula = self.upscale_index_formula = None
         self.audio_sample_rate = 44100
-        self.patcher = RemoteVaePatcher(
+        self.patcher = RemotePatcher(
             self.first_stage_model,
             load_device=self.device,
             offload_device=comfy.model_management.vae_offload_device(),
@@ -185,7 +141,7 @@ class RemoteVAE(comfy.sd.VAE):
         """Lets ComfyUI make room on its own card, runs `call` on the ranks and says on the node what ran where."""
         devices = self.remote.spec.devices
         comfy.model_management.load_models_gpu(
-            [self.patcher], memory_required=memory if _local_device() in devices else 0
+            [self.patcher], memory_required=memory if local_device() in devices else 0
         )
         bar = comfy.utils.ProgressBar(len(batch))
         started = time.monotonic()
@@ -209,10 +165,6 @@ def account(num_pictures: int, tile: TileSize | None, devices: Sequence[str], sc
     if tile is None and num_pictures < len(devices):
         text += "\nA whole picture keeps one rank busy; VAE Decode (Parallel) shares its tiles out over all."
     return text
-
-
-def _local_device() -> str:
-    return str(comfy.model_management.get_torch_device())
 
 
 def _memory_estimate(bytes_per_cell: int) -> Callable[[Sequence[int], torch.dtype], int]:

@@ -31,7 +31,7 @@ def engine() -> Engine:
     """The engine of this process, made at the first call. Nothing starts before a node needs ranks."""
     with _lock:
         if not _engines:
-            _engines.append(Engine(_PACKAGE, environ=os.environ, free_host=_free_host))
+            _engines.append(Engine(_PACKAGE, environ=os.environ, free_host=_free_host, host_is_busy=_prompt_is_running))
         return _engines[0]
 
 
@@ -43,6 +43,10 @@ def _free_host(device: str, num_bytes: int) -> None:
     wanted = torch.device(device)
     if wanted != comfy.model_management.get_torch_device():
         comfy.model_management.free_memory(num_bytes, wanted)
+
+
+def _prompt_is_running() -> bool:
+    return PromptServer.instance is not None and PromptServer.instance.prompt_queue.get_tasks_remaining() > 0
 
 
 def say(text: str, node_id: str | None = None) -> None:

@@ -35,7 +35,7 @@ _FIRST_BYTES = 1 << 20
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """"float32" for torch.float32; only dtypes that may cross."""
+    """ "float32" for torch.float32; only dtypes that may cross."""
     name = str(dtype).removeprefix("torch.")
     if name not in DTYPES:
         raise ProtocolError(f"Tensors of {dtype} cannot be sent to a rank; known: {', '.join(DTYPES)}.")

@@ -61,4 +61,10 @@ class RankOutOfMemory(RankError):
 
 
 class RankUserError(RankError, UserError):
-    """Every rank refused the same wrong input (for example a damaged file); the group is still healthy."""
+    """Every rank refused the same wrong input (for example a damaged file); the group is still healthy.
+
+    The message alone is shown: rank, memory and traceback say nothing about a wrong input.
+    """
+
+    def __str__(self) -> str:
+        return "\n".join(dict.fromkeys(failure.message for failure in self.failures))

@@ -24,8 +24,7 @@ DTYPES = ("default", "bfloat16", "float16", "float32")
 
 @dataclass(frozen=True, kw_only=True)
 class VaeSpec:
-    """One VAE in one dtype. Latents are [B, latent_channels, H, W], pixels [B, image_channels, H * scale, W * scale].
-    """
+    """One VAE in one dtype. Latents [B, latent_channels, H, W] are pixels [B, image_channels, H * scale, W * scale]."""
 
     folder: str
     dtype: str

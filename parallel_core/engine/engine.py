@@ -55,22 +55,28 @@ class Engine:
         environ: Mapping[str, str],
         deadlines: Deadlines | None = None,
         free_host: Callable[[str, int], None] | None = None,
+        host_is_busy: Callable[[], bool] = lambda: False,
         list_devices: Callable[[], Sequence[DeviceInfo]] = list_gpus,
         memory: Callable[[str, int], Memory] = device_memory,
     ) -> None:
-        """`package` is the folder that holds `parallel_core`; `free_host(device, bytes)` asks the host program to make
-        room on a device; `list_devices` and `memory` are what the hardware says."""
+        """`package` is the folder that holds `parallel_core`. Of the host program: `free_host(device, bytes)` asks it to
+        make room on a device, `host_is_busy` tells whether it is at work on a prompt. `list_devices` and `memory` are
+        what the hardware says.
+        """
         self.deadlines = deadlines or Deadlines()
         self.ledger = Ledger()
         self.list_devices = list_devices
         self._package = package
         self._environ = environ
         self._free_host = free_host
+        self._host_is_busy = host_is_busy
         self._memory = memory
         self._groups: dict[GroupKey, Group] = {}
         self._generation = 0
         self._lock = threading.RLock()
         self._references: collections.Counter[tuple[GroupKey, str]] = collections.Counter()
+        self._dropped: collections.deque[tuple[GroupKey, str]] = collections.deque()
+        self._orphans: set[tuple[GroupKey, str]] = set()
         self._releases: collections.deque[tuple[GroupKey, str]] = collections.deque()
         self._launcher: LocalLauncher | None = None
         self._folder: RunFolder | None = None
@@ -183,7 +189,11 @@ class Engine:
         """One request to a group that is at hand."""
         try:
             return group.request(
-                request, tensors, deadline=self.deadlines.short if deadline is None else deadline, label=label, poll=poll
+                request,
+                tensors,
+                deadline=self.deadlines.short if deadline is None else deadline,
+                label=label,
+                poll=poll,
             )
         except RankError:
             if not group.alive:
@@ -193,6 +203,8 @@ class Engine:
     def ensure_loaded(self, spec: ModelSpec, poll: Poll | None = None) -> Group:
         """The group of `spec` with its model resident on the devices: loads or takes it out of the park when needed."""
         group = self.group(spec.group, poll)
+        if spec.key not in group.loaded:
+            self._release_orphans(spec)
         with group.lock:
             holding = self.ledger.get(spec.group, spec.key)
             if holding is None or spec.key not in group.loaded:
@@ -231,7 +243,7 @@ class Engine:
         free = {device: self._memory(device, 1).free for device in needed}
         for holding in self.ledger.to_yield(needed, free, keep):
             if self._park(holding):
-                self.notices.append(f"moved {holding.label} to host memory to make room")
+                self.notices.append(f"{holding.label} left the devices to make room")
                 logger.info(self.notices[-1])
 
     # -- memory verbs ----------------------------------------------------------------------------------------------
@@ -258,12 +270,23 @@ class Engine:
         return True
 
     def retain(self, spec: ModelSpec) -> None:
-        """Notes one more object that stands for `spec`; each is followed by one `release_later`."""
+        """Notes one more object that stands for `spec`; each is followed by one `drop_reference`."""
         with self._lock:
             self._references[(spec.group, spec.key)] += 1
+            self._orphans.discard((spec.group, spec.key))
+
+    def drop_reference(self, group: GroupKey, key: str) -> None:
+        """Notes that such an object is gone. Never blocks and takes no lock: the garbage collector calls it.
+
+        When it was the last one the model is released, though not while the host program is at work: a prompt whose
+        config has changed drops the old object before it makes the new one, and its weights must not be read again.
+        """
+        self._dropped.append((group, key))
+        if self._supervisor is not None:
+            self._supervisor.wake()
 
     def release_later(self, group: GroupKey, key: str) -> None:
-        """Marks one reference for release; the last one gives the memory back. Never blocks and takes no lock: it is called by the garbage collector."""
+        """Gives a model's memory back as soon as its group is free. Never blocks."""
         self._releases.append((group, key))
         if self._supervisor is not None:
             self._supervisor.wake()
@@ -280,27 +303,48 @@ class Engine:
         if not self._lock.acquire(blocking=False):
             return
         try:
+            self._count_dropped()
+            if not self._host_is_busy():
+                self._releases.extend(self._orphans)
+                self._orphans.clear()
             for _ in range(len(self._releases)):
-                key, model = self._releases.popleft()
-                if self._references[(key, model)] > 1:
-                    self._references[(key, model)] -= 1
-                    continue
-                group = self._groups.get(key)
-                if group is None:
-                    del self._references[(key, model)]
-                    self.ledger.drop(key, model)
-                elif group.lock.acquire(blocking=False):
-                    try:
-                        del self._references[(key, model)]
-                        self._release(key, model)
-                    except RankError as error:
-                        logger.warning("releasing %s failed; its ranks were ended. %s", model, error)
-                    finally:
-                        group.lock.release()
-                else:
-                    self._releases.append((key, model))
+                item = self._releases.popleft()
+                if not self._try_release(*item):
+                    self._releases.append(item)
         finally:
             self._lock.release()
+
+    def _count_dropped(self) -> None:
+        while self._dropped:
+            item = self._dropped.popleft()
+            self._references[item] -= 1
+            if self._references[item] <= 0:
+                del self._references[item]
+                self._orphans.add(item)
+
+    def _try_release(self, key: GroupKey, model: str) -> bool:
+        """False when the group is busy."""
+        group = self._groups.get(key)
+        if group is None:
+            self.ledger.drop(key, model)
+            return True
+        if not group.lock.acquire(blocking=False):
+            return False
+        try:
+            self._release(key, model)
+        except RankError as error:
+            logger.warning("releasing %s failed; its ranks were ended. %s", model, error)
+        finally:
+            group.lock.release()
+        return True
+
+    def _release_orphans(self, spec: ModelSpec) -> None:
+        """Before `spec` is loaded, what nothing stands for any more goes from its devices."""
+        with self._lock:
+            self._count_dropped()
+            for key, model in list(self._orphans):
+                if model != spec.key and set(key.devices) & set(spec.group.devices) and self._try_release(key, model):
+                    self._orphans.discard((key, model))
 
     # -- looking and ending ----------------------------------------------------------------------------------------
 
@@ -315,7 +359,8 @@ class Engine:
         result: list[dict[str, object]] = []
         for group in groups:
             ranks = [
-                {"rank": reply.rank, "device": reply.device, **reply.data} for reply in self.request_group(group, Status())
+                {"rank": reply.rank, "device": reply.device, **reply.data}
+                for reply in self.request_group(group, Status())
             ]
             result.append({"devices": list(group.key.devices), "kind": group.key.kind, "ranks": ranks})
         return result

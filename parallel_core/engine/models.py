@@ -1,7 +1,7 @@
 """Specs: what a node output holds instead of a live model.
 
-A spec is plain data from which the engine can find or build the model again after a crash, an unload or a restart. Knows
-neither how ranks load nor what a model computes.
+A spec is plain data from which the engine can find or build the model again after a crash, an unload or a restart.
+Knows neither how ranks load nor what a model computes.
 """
 
 from __future__ import annotations

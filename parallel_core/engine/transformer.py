@@ -132,7 +132,11 @@ def _slots(calls: Sequence[SeamCall]) -> tuple[list[dict[str, dict[str, str]]], 
 
 
 def _shared_slot(
-    name: str, tensor: torch.Tensor, index: int, earlier: Sequence[dict[str, dict[str, str]]], tensors: dict[str, torch.Tensor]
+    name: str,
+    tensor: torch.Tensor,
+    index: int,
+    earlier: Sequence[dict[str, dict[str, str]]],
+    tensors: dict[str, torch.Tensor],
 ) -> str:
     for slots in earlier:
         slot = slots["shared"].get(name)
@@ -165,9 +169,7 @@ def share_rows(
     return shares
 
 
-def _batches(
-    rows: Sequence[tuple[int, int]], signatures: Sequence[object], rows_at_once: Sequence[int]
-) -> list[Batch]:
+def _batches(rows: Sequence[tuple[int, int]], signatures: Sequence[object], rows_at_once: Sequence[int]) -> list[Batch]:
     batches: list[Batch] = []
     for _, same in itertools.groupby(rows, key=lambda item: signatures[item[0]]):
         alike = list(same)
@@ -201,6 +203,6 @@ def _assemble(calls: Sequence[SeamCall], results: Sequence[Any]) -> list[torch.T
             call, first, _ = map(int, name.split(":"))
             pieces[call][first] = tensor
     outputs = [torch.cat([parts[first] for first in sorted(parts)]) for parts in pieces]
-    for call, output in zip(calls, outputs, strict=True):
-        assert output.shape[0] == call.num_rows, "every row comes back exactly once"
+    for expected, output in zip(calls, outputs, strict=True):
+        assert output.shape[0] == expected.num_rows, "every row comes back exactly once"
     return outputs

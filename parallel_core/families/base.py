@@ -1,7 +1,7 @@
 """What a family declares, and the calls that cross from ComfyUI to the ranks.
 
-A family is one module with one `Family`: declarations and pure functions over tensors, importable on both sides. Classes
-are named by strings ("diffusers:FluxTransformer2DModel") and resolved where they are needed. Knows no process, no node.
+A family is one module with one `Family`: declarations and pure functions over tensors, importable on both sides.
+Classes are named by strings ("diffusers:FluxTransformer2DModel") and resolved where they are needed. Knows no process, no node.
 """
 
 from __future__ import annotations
@@ -61,8 +61,8 @@ class ComfySide:
     """How ComfyUI's own class for the family is built and where its weights would be used.
 
     `config_class(config)` names the class in comfy.supported_models, `unet_config(config)` its arguments. `seam` is the
-    method of the diffusion model that is replaced: the innermost one that needs weights. `call(arguments, config)` turns
-    its bound arguments into a `SeamCall`; argument names that are not in `arguments` are refused unless None.
+    method of the diffusion model that is replaced: the innermost one that needs weights. `call(arguments, config)`
+    turns its bound arguments into a `SeamCall`; argument names that are not in `arguments` are refused unless None.
     """
 
     config_class: Callable[[Config], str]

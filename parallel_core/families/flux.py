@@ -173,7 +173,9 @@ def _check_conditioning(cond: Mapping[str, Any], config: Config) -> None:
             "It was made by the text encoder of another model family: use the encoders that belong to this model."
         )
     if "pooled_output" not in cond:
-        raise UserError("The conditioning has no pooled_output, which Flux needs: encode the prompt with Flux's CLIP-L.")
+        raise UserError(
+            "The conditioning has no pooled_output, which Flux needs: encode the prompt with Flux's CLIP-L."
+        )
     if pooled is not None and pooled.shape[-1] < channels:
         raise UserError(
             f"The conditioning's pooled_output has {pooled.shape[-1]} channels; this Flux model expects {channels}. "
@@ -218,10 +220,11 @@ def _keep_times_in_float32(model: torch.nn.Module) -> None:
     def forward(*args: torch.Tensor) -> torch.Tensor:
         pooled, timestep, guidance = args[-1], times["timestep"], times["guidance"]
         assert timestep is not None
-        embedding: torch.Tensor = embed.timestep_embedder(embed.time_proj(timestep * 1000).to(pooled.dtype))
+        embedding = embed.timestep_embedder(embed.time_proj(timestep * 1000).to(pooled.dtype))
         if guidance is not None:
             embedding = embedding + embed.guidance_embedder(embed.time_proj(guidance * 1000).to(pooled.dtype))
-        return embedding + embed.text_embedder(pooled)
+        result: torch.Tensor = embedding + embed.text_embedder(pooled)
+        return result
 
     model.register_forward_pre_hook(remember, with_kwargs=True)
     embed.forward = forward

@@ -115,7 +115,7 @@ class LocalLauncher:
 
 def _start_group(spec: GroupSpec, inbox: int) -> list[RankLink]:
     spec.folder.mkdir(mode=0o700)
-    # `python -m` puts the current folder first; in the run folder it finds our code under its one name and nothing else.
+    # `python -m` puts the current folder first; in the run folder it finds our code and nothing else.
     (spec.folder / "parallel_core").symlink_to(spec.source, target_is_directory=True)
     links: list[RankLink] = []
     try:
@@ -167,4 +167,3 @@ def _start_rank(spec: GroupSpec, rank: RankSpec, inbox: int) -> RankLink:
     link = RankLink(rank, process, ours, outbox)
     link.log_path = log_path
     return link
-

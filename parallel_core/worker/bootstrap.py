@@ -72,7 +72,7 @@ def say_hello(sock: socket.socket, config: RankConfig) -> None:
 
 
 def arm_hang_timer(deadline: float) -> None:
-    """Ends this process, stacks first, should a request outlast the controller's patience and the controller not act."""
+    """Ends this process, stacks first, should a request outlast the controller's deadline and nobody act."""
     faulthandler.dump_traceback_later(deadline * 1.5 + 30.0, exit=True, file=sys.stderr)
 
 

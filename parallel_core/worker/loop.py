@@ -125,7 +125,9 @@ def _user_error() -> type[Exception]:
 
 def _set_up_logging(config: RankConfig) -> _LogCollector:
     logging.basicConfig(
-        level=logging.INFO, stream=sys.stderr, format=f"%(asctime)s rank {config.rank} %(levelname)s %(name)s: %(message)s"
+        level=logging.INFO,
+        stream=sys.stderr,
+        format=f"%(asctime)s rank {config.rank} %(levelname)s %(name)s: %(message)s",
     )
     collector = _LogCollector()
     logging.getLogger().addHandler(collector)

@@ -24,13 +24,9 @@ from ..max_memory import DISK, HOST
 from ..placement import Component, PlacementPlan, plan_placement
 from ..protocol import Park, Request
 from ..text_spec import EncodeText, LoadText, TextFamily, TextPart, check_class, read_text_source
+from .budgets import apply_limits, free_budgets
 from .store import StoredModel, give_memory_back
 from .worker import Handler, Inputs, Result, Worker
-
-ACTIVATION_BYTES = 512 * 1024**2
-"""Kept free on each GPU for what encoding itself takes: T5-XXL at 512 tokens needs about 0.3 GB beside its weights."""
-HOST_SHARE = 0.9
-"""Of the host's available memory, what weights may take; the rest is for everybody else."""
 
 # ----- what this file uses of transformers that is not promised to stay -----
 
@@ -46,45 +42,6 @@ def modules_kept_in_float32(module: nn.Module, dtype: torch.dtype) -> tuple[str,
     if dtype == torch.float16:  # T5's wo overflows there
         names += list(getattr(module, "_keep_in_fp32_modules", None) or ())
     return tuple(names) if dtype in (torch.float16, torch.bfloat16) else ()
-
-
-# ----- memory -----
-
-
-def available_host_bytes() -> int:
-    """Memory that the system can hand out without swapping."""
-    with open("/proc/meminfo", encoding="ascii") as stream:
-        fields = dict(line.split(":", 1) for line in stream)
-    return int(fields["MemAvailable"].split()[0]) * 1024
-
-
-def free_budgets(devices: Sequence[str], limits: Mapping[str, int]) -> dict[str, int]:
-    """Bytes of weights that each device can take now, in the order of `devices`, then the host and the files.
-
-    GPUs: free memory without `ACTIVATION_BYTES`. CPU ranks share the host's memory: those with a limit of their own
-    take that much of it, the others share the rest equally, and the host itself has what then remains. The files
-    count only when `limits` names them.
-    """
-    host = int(available_host_bytes() * HOST_SHARE)
-    if devices[0].startswith("cuda:"):
-        free = {
-            device: max(0, torch.cuda.mem_get_info(index)[0] - ACTIVATION_BYTES) for index, device in enumerate(devices)
-        }
-        free[HOST] = host
-    else:
-        limited = {device: min(limits[device], host) for device in devices if device in limits}
-        rest = max(0, host - sum(limited.values()))
-        others = len(devices) - len(limited)
-        free = {device: limited.get(device, rest // max(others, 1)) for device in devices}
-        free[HOST] = 0 if others else rest
-    if DISK in limits:
-        free[DISK] = limits[DISK]
-    return free
-
-
-def apply_limits(free: Mapping[str, int], limits: Mapping[str, int]) -> dict[str, int]:
-    """`free` with the user's limits on it."""
-    return {device: min(size, limits.get(device, size)) for device, size in free.items()}
 
 
 # ----- loading -----
@@ -144,7 +101,7 @@ def load_text_encoders(
     free = free_budgets(devices, limits)
     plan = plan_placement(components, apply_limits(free, limits), placement, free=free)
     loaded = TextEncoders(family=family, plan=plan, encoders={}, tokenizers=tokenizers, offload=offload)
-    transformers.utils.logging.disable_progress_bar()  # type: ignore[no-untyped-call]  # the output is a log file
+    transformers.utils.logging.disable_progress_bar()  # a rank's output is a log file
     try:
         for part in parts:
             name = part.declared.encoder

@@ -128,6 +128,21 @@ def test_conditioning_of_another_family(
     refuses(comfy, graph, sample(graph, model, case, positive, negative, empty_latent(graph, case)), *fragments)
 
 
+def test_a_reference_method_that_needs_code_inside_the_blocks(comfy: Comfy) -> None:
+    """The method came after 0.3.75; the argument that it adds shows at the first call, on ranks that are up."""
+    node = "FluxKontextMultiReferenceLatentMethod"
+    if "index_timestep_zero" not in str(comfy.client.get(f"/object_info/{node}")):
+        pytest.skip("this ComfyUI does not have the method")
+    graph = Graph()
+    positive, negative = prompts(graph, CASE)
+    latent = graph.add("TestLatent", width=64, height=64, seed=1)
+    positive = graph.add("ReferenceLatent", conditioning=positive, latent=latent)
+    positive = graph.add(node, conditioning=positive, reference_latents_method="index_timestep_zero")
+    model = load_parallel(graph, GOOD)
+    latent = sample(graph, model, CASE, positive, negative, empty_latent(graph, CASE))
+    refuses(comfy, graph, latent, "timestep_zero_index")
+
+
 def test_a_control_net(comfy: Comfy) -> None:
     graph = Graph()
     model = load_parallel(graph, NOT_STARTED)

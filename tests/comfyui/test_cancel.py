@@ -15,6 +15,8 @@ from tools.comfy_client import Event
 
 SLOW = Case(name="slow", width=1024, height=768, steps=40)
 """3072 image tokens: a few hundred milliseconds a step, all of them on the ranks."""
+MESSAGES = 0.3
+"""Seconds for the request and the events on a busy machine."""
 QUICK = Case(name="quick", steps=4)
 
 
@@ -43,7 +45,7 @@ def test_cancel_ends_within_two_steps_and_keeps_the_ranks(comfy: Comfy, plan: st
     outcome = comfy.client.run(graph.prompt, on_progress=cancel_after_three_steps)
     waited = time.monotonic() - cancelled[0]
     assert outcome.status == "interrupted"
-    assert waited <= 2 * max(later - earlier for earlier, later in zip(steps, steps[1:], strict=False))
+    assert waited <= 2 * max(later - earlier for earlier, later in zip(steps, steps[1:], strict=False)) + MESSAGES
     assert comfy.ranks() == ranks
     assert torch.equal(sample(comfy, plan), before)
     assert comfy.ranks() == ranks

@@ -37,6 +37,8 @@ DIFFERENT = [
     replace(PLAIN, workflow="basic_guider"),
     replace(PLAIN, workflow="masked"),
     replace(PLAIN, workflow="reference_latent"),
+    replace(PLAIN, workflow="indexed_references"),
+    replace(PLAIN, disable_guidance=True),
     replace(PLAIN, workflow="easy_cache"),
 ]
 

@@ -1,9 +1,10 @@
-"""Load Parallel VAE and VAE Decode (Parallel) in a real ComfyUI: ComfyUI's own VAE on the same weights is the measure."""
+"""Load Parallel VAE and VAE Decode (Parallel) in a real ComfyUI, next to ComfyUI's own VAE with the same weights."""
 
 from __future__ import annotations
 
 import json
 import uuid
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +14,12 @@ import torch
 from tests.comfyui.graphs import Graph, Node
 from tests.comfyui.harness import Comfy, wait_until
 from tests.tiny_vae import build_vae, write_pipeline, write_vae
-from tools.comfy_client import Event
+from tools.comfy_client import Event, PromptRejected
 
 TOLERANCE = 1e-4
 FOLDER = "vae-tiny"
+TILES = {"tile_size": 64, "overlap": 16}
+FRAMES = {"temporal_size": 64, "temporal_overlap": 8}
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -45,10 +48,8 @@ def reference(graph: Graph, model: str = FOLDER) -> Node:
     return graph.add("TestReferenceVAE", model_name=model)
 
 
-def latent(
-    graph: Graph, *, width: int = 104, height: int = 72, batch: int = 2, seed: int = 5, channels: int = 16
-) -> Node:
-    return graph.add("TestLatent", width=width, height=height, batch=batch, seed=seed, channels=channels)
+def latent(graph: Graph, *, width: int = 104, height: int = 72, batch: int = 2, channels: int = 16) -> Node:
+    return graph.add("TestLatent", width=width, height=height, batch=batch, seed=5, channels=channels)
 
 
 def picture(graph: Graph, *, width: int = 104, height: int = 72, batch: int = 1) -> Node:
@@ -73,29 +74,49 @@ def largest(difference: torch.Tensor) -> float:
 @pytest.mark.parametrize(("model", "channels"), [(FOLDER, 16), ("vae-quant", 4)])
 def test_vae_decode_is_comfyuis(comfy: Comfy, model: str, channels: int) -> None:
     made = []
-    for load in (reference, lambda g, m: parallel(g, "cpu:1", m), lambda g, m: parallel(g, "cpu:2", m)):
+    for load in (reference, parallel):
         graph = Graph()
-        image = graph.add("VAEDecode", samples=latent(graph, batch=3, channels=channels), vae=load(graph, model))
+        samples = latent(graph, batch=3, channels=channels)
+        image = graph.add("VAEDecode", samples=samples, vae=load(graph, model=model))
         made.append(pictures_of(comfy, graph, image))
-    expected, one_rank, two_ranks = made
-    assert expected.shape == (3, 72, 104, 3) and two_ranks.dtype == torch.float32
+    expected, ours = made
+    assert expected.shape == (3, 72, 104, 3) and ours.dtype == torch.float32
     assert ((expected > 0) & (expected < 1)).float().mean() > 0.3  # not all of it is clamped away
-    assert largest(one_rank - expected) <= TOLERANCE
-    assert torch.equal(two_ranks, one_rank)
+    assert largest(ours - expected) <= TOLERANCE
 
 
 @pytest.mark.parametrize(("width", "height"), [(104, 72), (107, 77)])
 def test_vae_encode_is_comfyuis(comfy: Comfy, width: int, height: int) -> None:
     """Sides that are no multiple of eight are cropped in the middle, as ComfyUI does."""
     made = []
-    for load in (reference, lambda g: parallel(g, "cpu:1"), lambda g: parallel(g, "cpu:2")):
+    for load in (reference, parallel):
         graph = Graph()
         pixels = picture(graph, width=width, height=height, batch=3)
         made.append(comfy.latents(graph, graph.add("VAEEncode", pixels=pixels, vae=load(graph))))
-    expected, one_rank, two_ranks = made
+    expected, ours = made
     assert expected.shape == (3, 16, 9, 13)
-    assert largest(one_rank - expected) <= TOLERANCE
-    assert torch.equal(two_ranks, one_rank)
+    assert largest(ours - expected) <= TOLERANCE
+
+
+def test_one_rank_and_two_give_the_same_bits(comfy: Comfy) -> None:
+    made: list[list[torch.Tensor]] = []
+    for devices in ("cpu:1", "cpu:2"):
+        graph = Graph()
+        vae, samples = parallel(graph, devices), latent(graph, batch=3)
+        pixels = picture(graph, width=160, batch=3)
+        whole = graph.add("VAEDecode", samples=samples, vae=vae)
+        tiled = graph.add("PD_VAEDecode", samples=samples, vae=vae, tile_size=64, overlap=24)
+        encoded = graph.add("VAEEncode", pixels=pixels, vae=vae)
+        encoded_tiled = graph.add("VAEEncodeTiled", pixels=pixels, vae=vae, tile_size=64, overlap=32, **FRAMES)
+        names = [uuid.uuid4().hex for _ in range(4)]
+        for name, image in zip(names[:2], (whole, tiled), strict=True):
+            graph.add("TestSavePicture", image=image, name=name)
+        for name, latents in zip(names[2:], (encoded, encoded_tiled), strict=True):
+            graph.add("TestSaveLatent", samples=latents, name=name)
+        comfy.run(graph)
+        made.append([comfy.saved(name) for name in names])
+    assert all(torch.equal(one, two) for one, two in zip(*made, strict=True))
+    assert largest(made[0][0] - made[0][1]) > 1e-3  # tiles are not the whole
 
 
 def test_inpaint_nodes_get_comfyuis_latents(comfy: Comfy) -> None:
@@ -124,54 +145,48 @@ def test_inpaint_nodes_get_comfyuis_latents(comfy: Comfy) -> None:
 # ----- tiles: diffusers' own tiled code, which ComfyUI's tiled code does not equal -----
 
 
-def tiled_by_diffusers(samples: torch.Tensor) -> torch.Tensor:
-    """64 pixel tiles with a quarter of overlap, which is what enable_tiling() does on the tiny VAE."""
+@pytest.fixture
+def tiled_vae() -> Iterator[Any]:
+    """The tiny VAE after enable_tiling(): 64 pixel tiles that overlap by a quarter."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # as the ranks: the bits may depend on it
     vae = build_vae()
     vae.enable_tiling()
     with torch.inference_mode():
-        pixels = torch.cat([vae.decode(row).sample for row in samples.split(1)])
-    return ((pixels + 1) / 2).clamp(0, 1).movedim(1, -1)
+        yield vae
+    torch.set_num_threads(threads)
 
 
-def test_the_tiled_nodes_equal_diffusers_to_the_bit(comfy: Comfy) -> None:
-    """One rank and two, our node and ComfyUI's: the same picture."""
+def test_the_tiled_nodes_equal_diffusers_to_the_bit(comfy: Comfy, tiled_vae: Any) -> None:
+    """Our node and ComfyUI's."""
     graph = Graph()
-    expected = tiled_by_diffusers(comfy.latents(graph, latent(graph, width=160, height=104)))
-    settings = {"tile_size": 64, "overlap": 16}
-    for devices, node in (("cpu:1", "PD_VAEDecode"), ("cpu:2", "PD_VAEDecode"), ("cpu:2", "VAEDecodeTiled")):
+    samples = comfy.latents(graph, latent(graph, width=160, height=104))
+    pixels = torch.cat([tiled_vae.decode(row).sample for row in samples.split(1)])
+    expected = ((pixels + 1) / 2).clamp(0, 1).movedim(1, -1)
+    for node, frames in (("PD_VAEDecode", {}), ("VAEDecodeTiled", FRAMES)):
         graph = Graph()
-        frames = {"temporal_size": 64, "temporal_overlap": 8} if node == "VAEDecodeTiled" else {}
         samples = latent(graph, width=160, height=104)
-        image = graph.add(node, samples=samples, vae=parallel(graph, devices), **settings, **frames)
-        assert torch.equal(pictures_of(comfy, graph, image), expected), (devices, node)
+        image = graph.add(node, samples=samples, vae=parallel(graph), **TILES, **frames)
+        assert torch.equal(pictures_of(comfy, graph, image), expected), node
 
 
-def test_encode_tiled_equals_diffusers_to_the_bit(comfy: Comfy) -> None:
-    vae = build_vae()
-    vae.enable_tiling()
+def test_encode_tiled_equals_diffusers_to_the_bit(comfy: Comfy, tiled_vae: Any) -> None:
     graph = Graph()
-    pixels = pictures_of(comfy, graph, picture(graph, width=160, height=104)).movedim(-1, 1)
-    with torch.inference_mode():
-        expected = vae.encode(pixels * 2 - 1).latent_dist.mode()
+    pixels = pictures_of(comfy, graph, picture(graph, width=160, height=104)).movedim(-1, 1).contiguous()
+    expected = tiled_vae.encode(pixels * 2 - 1).latent_dist.mode()
     graph = Graph()
     made = graph.add(
         "VAEEncodeTiled",
-        pixels=picture(graph, width=160, height=104), vae=parallel(graph), tile_size=64, overlap=16,
-        temporal_size=64, temporal_overlap=8,
+        pixels=picture(graph, width=160, height=104), vae=parallel(graph), **TILES, **FRAMES,
     )  # fmt: skip
     assert torch.equal(comfy.latents(graph, made), expected)
 
 
 def test_with_a_stock_vae_it_is_vae_decode_tiled(comfy: Comfy) -> None:
     graph = Graph()
-    frames = {"temporal_size": 64, "temporal_overlap": 8}
-    settings = {
-        "samples": latent(graph, width=160, height=104),
-        "vae": reference(graph),
-        "tile_size": 64,
-        "overlap": 16,
-    }
-    stock, ours = graph.add("VAEDecodeTiled", **settings, **frames), graph.add("PD_VAEDecode", **settings)
+    samples, vae = latent(graph, width=160, height=104), reference(graph)
+    stock = graph.add("VAEDecodeTiled", samples=samples, vae=vae, **TILES, **FRAMES)
+    ours = graph.add("PD_VAEDecode", samples=samples, vae=vae, **TILES)
     graph.add("TestSavePicture", image=stock, name="stock-tiled")
     graph.add("TestSavePicture", image=ours, name="our-tiled")
     outcome = comfy.run(graph)
@@ -182,7 +197,7 @@ def test_with_a_stock_vae_it_is_vae_decode_tiled(comfy: Comfy) -> None:
 def test_the_nodes_say_what_ran_where(comfy: Comfy) -> None:
     graph = Graph()
     vae, samples = parallel(graph), latent(graph, width=160, height=104, batch=1)
-    tiled = graph.add("PD_VAEDecode", samples=samples, vae=vae, tile_size=64, overlap=16)
+    tiled = graph.add("PD_VAEDecode", samples=samples, vae=vae, **TILES)
     whole = graph.add("VAEDecode", samples=samples, vae=vae)
     for index, image in enumerate((tiled, whole)):
         graph.add("TestSavePicture", image=image, name=f"said-{index}")
@@ -218,7 +233,7 @@ def test_half_precision(comfy: Comfy) -> None:
 def test_bad_folders_are_refused_before_the_prompt_runs(comfy: Comfy, model: str, message: str) -> None:
     graph = Graph()
     graph.add("PreviewImage", images=graph.add("VAEDecode", samples=latent(graph), vae=parallel(graph, model=model)))
-    with pytest.raises(Exception, match="prompt") as refused:
+    with pytest.raises(PromptRejected) as refused:
         comfy.client.queue(graph.prompt)
     assert message in str(refused.value)
 
@@ -238,7 +253,7 @@ def decode_with(graph: Graph, node: str = "PD_VAEDecode", channels: int = 16, **
 
 
 def test_latents_of_another_model_are_refused(comfy: Comfy) -> None:
-    for node, settings in (("VAEDecode", {}), ("PD_VAEDecode", {"tile_size": 64, "overlap": 16})):
+    for node, settings in (("VAEDecode", {}), ("PD_VAEDecode", TILES)):
         text = comfy.failure(decode_with(Graph(), node, channels=4, **settings))
         assert "has 4 channels, but this VAE" in text and "decodes 16" in text
 
@@ -260,7 +275,7 @@ def test_cancel_between_pictures_keeps_the_ranks(comfy: Comfy) -> None:
     def decode(batch: int) -> Graph:
         graph = Graph()
         samples = latent(graph, width=256, height=256, batch=batch)
-        image = graph.add("PD_VAEDecode", samples=samples, vae=parallel(graph), tile_size=64, overlap=16)
+        image = graph.add("PD_VAEDecode", samples=samples, vae=parallel(graph), **TILES)
         graph.add("TestSavePicture", image=image, name=f"batch-{batch}")
         return graph
 

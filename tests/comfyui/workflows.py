@@ -30,6 +30,8 @@ class Case:
     sampler: str = "euler"
     steps: int = 3
     guidance: float | None = None
+    """None: no FluxGuidance node, so ComfyUI's own 3.5."""
+    disable_guidance: bool = False
     denoise: float = 1.0
     seed: int = 11
 
@@ -41,6 +43,9 @@ def prompts(graph: Graph, case: Case) -> tuple[Node, Node]:
     if case.guidance is not None:
         positive = graph.add("FluxGuidance", conditioning=positive, guidance=case.guidance)
         negative = graph.add("FluxGuidance", conditioning=negative, guidance=case.guidance)
+    if case.disable_guidance:
+        positive = graph.add("FluxDisableGuidance", conditioning=positive)
+        negative = graph.add("FluxDisableGuidance", conditioning=negative)
     return positive, negative
 
 
@@ -159,6 +164,20 @@ def reference_latent(graph: Graph, model: Node, case: Case) -> Node:
     return sample(graph, model, case, positive, negative, empty_latent(graph, case))
 
 
+def indexed_references(graph: Graph, model: Node, case: Case) -> Node:
+    """Two images in both prompts, told apart by index."""
+    latents = [graph.add("TestLatent", width=size, height=64, seed=size) for size in (48, 80)]
+
+    def with_references(conditioning: Node) -> Node:
+        for latent in latents:
+            conditioning = graph.add("ReferenceLatent", conditioning=conditioning, latent=latent)
+        method = "FluxKontextMultiReferenceLatentMethod"
+        return graph.add(method, conditioning=conditioning, reference_latents_method="index")
+
+    positive, negative = map(with_references, prompts(graph, case))
+    return sample(graph, model, case, positive, negative, empty_latent(graph, case))
+
+
 def easy_cache(graph: Graph, model: Node, case: Case) -> Node:
     """ComfyUI skips the transformer in steps that change little."""
     model = graph.add("EasyCache", model=model, **EASY_CACHE)
@@ -175,6 +194,7 @@ WORKFLOWS = {
         dual_cfg_guider,
         masked,
         reference_latent,
+        indexed_references,
         easy_cache,
     )
 }
@@ -199,6 +219,8 @@ CASES = (
     Case(name="masked-cfg-3", workflow="masked", denoise=0.6, steps=4, cfg=3.0, negative_tokens=3, width=72),
     Case(name="reference-latent", workflow="reference_latent", guidance=2.5),
     Case(name="reference-latent-cfg-3", workflow="reference_latent", cfg=3.0, batch=2, width=72, height=56),
+    Case(name="indexed-references", workflow="indexed_references", cfg=3.0, negative_tokens=5, tokens=31),
+    Case(name="guidance-off", disable_guidance=True, batch=2, width=96, tokens=33),
     Case(name="easy-cache", workflow="easy_cache", steps=8),
     Case(name="easy-cache-cfg-3", workflow="easy_cache", steps=8, cfg=3.0, negative_tokens=7, batch=2),
 )

@@ -18,8 +18,9 @@ from parallel_core.errors import UserError
 from parallel_core.families.flux_text import FLUX_TEXT
 from parallel_core.families.text_registry import TEXT_FAMILIES
 from parallel_core.text_spec import read_text_source
-from parallel_core.worker import text as worker_text
-from parallel_core.worker.text import TextEncoders, encode_prompt, free_budgets, load_text_encoders
+from parallel_core.worker import budgets
+from parallel_core.worker.budgets import free_budgets
+from parallel_core.worker.text import TextEncoders, encode_prompt, load_text_encoders
 from tests.tiny_text import build_t5, write_text
 
 RANKS = ("cpu:0", "cpu:1")
@@ -144,7 +145,7 @@ def test_host_and_disk_come_last_and_give_the_same_values(folder: Path, offload:
 
 
 def test_cpu_ranks_share_the_hosts_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(worker_text, "available_host_bytes", lambda: 1000)
+    monkeypatch.setattr(budgets, "available_host_bytes", lambda: 1000)
     assert free_budgets(RANKS, {}) == {"cpu:0": 450, "cpu:1": 450, "cpu": 0}
     assert free_budgets(RANKS, {"cpu:0": 100}) == {"cpu:0": 100, "cpu:1": 800, "cpu": 0}
     assert free_budgets(RANKS, {"cpu:0": 100, "cpu:1": 200, "disk": 7}) == {
@@ -157,13 +158,38 @@ def test_cpu_ranks_share_the_hosts_memory(monkeypatch: pytest.MonkeyPatch) -> No
 
 def test_gpus_keep_room_for_encoding_itself(monkeypatch: pytest.MonkeyPatch) -> None:
     gigabyte = 1024**3
-    monkeypatch.setattr(worker_text, "available_host_bytes", lambda: 10 * gigabyte)
+    monkeypatch.setattr(budgets, "available_host_bytes", lambda: 10 * gigabyte)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda index: ([8 * gigabyte, gigabyte // 4][index], 16 * gigabyte))
     assert free_budgets(("cuda:2", "cuda:3"), {}) == {
         "cuda:2": int(7.5 * gigabyte),
         "cuda:3": 0,
         "cpu": 9 * gigabyte,
     }
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize(
+    ("limits", "used"),
+    [
+        ({}, {"cuda:0"}),
+        ({"cuda:0": 150 * KB}, {"cuda:0", "cpu"}),
+        ({"cuda:0": 150 * KB, "cpu": 60 * KB, "disk": 400 * KB}, {"cuda:0", "cpu", "disk"}),
+    ],
+)
+def test_on_a_gpu_with_host_and_disk_behind_it(
+    folder: Path, offload: Path, limits: dict[str, int], used: set[str]
+) -> None:
+    before = torch.cuda.memory_allocated()
+    loaded = load_text_encoders(
+        folder, FLUX_TEXT, devices=["cuda:0"], placement="balanced", limits=limits, offload=offload
+    )
+    assert set(loaded.plan.bytes_per_device) == used
+    ours = encode_prompt(loaded, PROMPTS[0], 64).outputs
+    tokens, pooled = by_diffusers(folder, PROMPTS[0], 64, torch.float32)
+    torch.testing.assert_close(ours["cross_attn"], tokens, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(ours["pooled_output"], pooled, rtol=1e-4, atol=1e-4)
+    loaded.close()
+    assert torch.cuda.memory_allocated() == before
 
 
 # ----- memory -----

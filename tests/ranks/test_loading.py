@@ -1,4 +1,4 @@
-"""Loading a transformer: all of it or a tensor rank's slices, no more than that, and one clear error for what does not fit."""
+"""Loading a transformer: all of it or a tensor rank's slices and no more, and one clear error for what does not fit."""
 
 from __future__ import annotations
 

@@ -12,7 +12,9 @@ from tests.ranks.gloo import run_on_ranks
 HEADS = (4, 3, 6)
 # (batch, text tokens, image height, image width): even, odd, fewer text tokens than ranks, more text than image
 CASES = [[1, 16, 4, 4], [1, 77, 5, 5], [2, 1, 9, 7], [3, 17, 5, 5], [1, 511, 9, 7]]
-EVERY_CASE = [[batch, text, *size] for batch, text, size in itertools.product((1, 2, 3), (1, 17, 77, 511), ((5, 5), (9, 7)))]
+EVERY_CASE = [
+    [batch, text, *size] for batch, text, size in itertools.product((1, 2, 3), (1, 17, 77, 511), ((5, 5), (9, 7)))
+]
 
 
 @pytest.fixture(scope="module")
@@ -79,7 +81,8 @@ def test_without_guidance(folder: dict[int, str], tmp_path: Path) -> None:
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("heads", HEADS)
 @pytest.mark.parametrize(
-    "shape", [(1, 2, 1), (1, 3, 1), (1, 4, 1), (1, 1, 2), (1, 1, 4), (1, 2, 2), (2, 2, 1), (2, 2, 2), (1, 5, 1), (1, 8, 1)]
+    "shape",
+    [(1, 2, 1), (1, 3, 1), (1, 4, 1), (1, 1, 2), (1, 1, 4), (1, 2, 2), (2, 2, 1), (2, 2, 2), (1, 5, 1), (1, 8, 1)],
 )
 def test_every_case(folder: dict[int, str], shape: tuple[int, int, int], heads: int, dtype: str) -> None:
     if heads % shape[2]:
@@ -104,7 +107,8 @@ def test_context_plans_come_and_go_on_the_same_weights(folder: dict[int, str]) -
 
 
 def test_slices_are_joined_again_over_another_mesh(folder: dict[int, str]) -> None:
-    for result in run_on_ranks(4, "flux_ranks:switch", folder=folder[4], tensor=2, shapes=[(1, 2, 2), (2, 1, 2), (1, 2, 2)]):
+    shapes = [(1, 2, 2), (2, 1, 2), (1, 2, 2)]
+    for result in run_on_ranks(4, "flux_ranks:switch", folder=folder[4], tensor=2, shapes=shapes):
         assert max(result["errors"]) <= 1e-6
         assert result["left"] == []
 

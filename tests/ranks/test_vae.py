@@ -63,9 +63,7 @@ def tiled(rank: int, world_size: int, size: list[int], rows: int, side: int, ove
 def test_tiles_have_the_same_bits_on_any_number_of_ranks(
     world_size: int, size: tuple[int, int], rows: int, side: int, overlap: int
 ) -> None:
-    first, *others = run_on_ranks(
-        world_size, "test_vae:tiled", size=list(size), rows=rows, side=side, overlap=overlap
-    )
+    first, *others = run_on_ranks(world_size, "test_vae:tiled", size=list(size), rows=rows, side=side, overlap=overlap)
     assert first[:2] == [True, True]
     assert all(other[:2] == [None, None] for other in others)  # the first rank returns it; nobody sends it twice
 

@@ -1,4 +1,4 @@
-"""What `parallel_core.upstream` relies on in diffusers. A failure here means: read the new version before moving the pin."""
+"""What `parallel_core.upstream` relies on in diffusers. A failure means: read the new version, then move the pin."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ from torch import Tensor
 
 from parallel_core import upstream
 from parallel_core.attention import context_parallel_attention
-from tests.tiny_flux import TINY
+from tests.ranks.flux_ranks import make_inputs
+from tests.tiny_flux import TINY, build_transformer
 
 QKV = [torch.randn(2, 5, 3, 8, generator=torch.Generator().manual_seed(index)) for index in range(3)]
 
@@ -72,13 +73,15 @@ def test_the_replacement_stays_until_its_last_owner_is_gone() -> None:
     assert upstream.attention_dispatch._templated_context_parallel_attention is stock
 
 
-def test_fluxs_processor_hands_both_attributes_to_the_dispatch(monkeypatch: pytest.MonkeyPatch) -> None:
-    source = inspect.getsource(FluxAttnProcessor.__call__)
-    assert "backend=self._attention_backend" in source and "parallel_config=self._parallel_config" in source
-
-
-def test_every_attention_module_of_flux_has_a_processor(flux: FluxTransformer2DModel) -> None:
-    assert len(upstream.attention_processors(flux)) == TINY["num_layers"] + TINY["num_single_layers"]
+def test_every_attention_of_flux_is_routed() -> None:
+    model, inputs, recorder = build_transformer(), make_inputs([1, 3, 2, 2]), Recorder()
+    processors = upstream.attention_processors(model)
+    upstream.replace_context_attention(recorder, owner=recorder)
+    for processor in processors:
+        upstream.route_attention(processor, recorder)
+    model(**inputs)
+    upstream.release_context_attention(recorder)
+    assert len(recorder.calls) == len(processors) == TINY["num_layers"] + TINY["num_single_layers"]
 
 
 def test_fluxs_context_plan(flux: FluxTransformer2DModel) -> None:

@@ -1,0 +1,53 @@
+"""How many bytes of weights each device of a placement group can take now.
+
+Owns the measuring and the user's limits. Knows no model and no strategy.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+
+from ..max_memory import DISK, HOST
+
+ACTIVATION_BYTES = 512 * 1024**2
+"""Kept free on each GPU for what encoding itself takes: T5-XXL at 512 tokens needs about 0.3 GB beside its weights."""
+HOST_SHARE = 0.9
+"""Of the host's available memory, what weights may take; the rest is for everybody else."""
+
+
+def available_host_bytes() -> int:
+    """Memory that the system can hand out without swapping."""
+    with open("/proc/meminfo", encoding="ascii") as stream:
+        fields = dict(line.split(":", 1) for line in stream)
+    return int(fields["MemAvailable"].split()[0]) * 1024
+
+
+def free_budgets(devices: Sequence[str], limits: Mapping[str, int]) -> dict[str, int]:
+    """Bytes of weights that each device can take now, in the order of `devices`, then the host and the files.
+
+    GPUs: free memory without `ACTIVATION_BYTES`. CPU ranks share the host's memory: those with a limit of their own
+    take that much of it, the others share the rest equally, and the host itself has what then remains. The files
+    count only when `limits` names them.
+    """
+    host = int(available_host_bytes() * HOST_SHARE)
+    if devices[0].startswith("cuda:"):
+        free = {
+            device: max(0, torch.cuda.mem_get_info(index)[0] - ACTIVATION_BYTES) for index, device in enumerate(devices)
+        }
+        free[HOST] = host
+    else:
+        limited = {device: min(limits[device], host) for device in devices if device in limits}
+        rest = max(0, host - sum(limited.values()))
+        others = len(devices) - len(limited)
+        free = {device: limited.get(device, rest // max(others, 1)) for device in devices}
+        free[HOST] = 0 if others else rest
+    if DISK in limits:
+        free[DISK] = limits[DISK]
+    return free
+
+
+def apply_limits(free: Mapping[str, int], limits: Mapping[str, int]) -> dict[str, int]:
+    """`free` with the user's limits on it."""
+    return {device: min(size, limits.get(device, size)) for device, size in free.items()}
