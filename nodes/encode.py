@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
+import comfy.model_management
 import torch
 from comfy_api.latest import io
 
+from ..parallel_core.engine import Engine
 from ..parallel_core.engine.text import Encoded, TextModel, encode
 from ..parallel_core.errors import UserError
 from ..parallel_core.families.text_registry import TEXT_FAMILIES
@@ -17,6 +20,7 @@ from ..parallel_core.plan import ParallelPlan
 from ..parallel_core.text_spec import PLACEMENTS, TextSource, read_text_source
 from .listing import find_model, list_models
 from .parallel_config import ParallelConfigType, default_plan
+from .remote_patcher import RemotePatcher, WeightlessModel
 from .runtime import as_comfy_interrupt, cancel_requested, engine, say
 
 _PROMPTS = ("positive", "negative")
@@ -71,6 +75,34 @@ def comfy_syntax(prompt: str) -> list[str]:
     """What ComfyUI's own encoders would not read as text: weights "(word:1.2)" and "embedding:name"."""
     found = [match.group() for pattern in (_WEIGHT, _EMBEDDING) for match in pattern.finditer(prompt)]
     return [f"ComfyUI's {text!r}" for text in dict.fromkeys(found)]
+
+
+@dataclass(frozen=True)
+class RemoteText:
+    """The controller's handle of encoders that stay loaded."""
+
+    engine: Engine
+    spec: TextModel
+
+    def ensure_loaded(self, poll: Callable[[], bool] | None = None) -> None:
+        """Makes the weights resident."""
+        self.engine.ensure_loaded(self.spec, poll)
+
+
+_kept: dict[tuple[str, ...], RemotePatcher] = {}
+"""What keep_loaded holds, by devices: as long as it stands here, ComfyUI can free it like a model of its own."""
+
+
+def keep(model: TextModel) -> None:
+    """Makes encoders that stay loaded known to ComfyUI's memory management."""
+    known = _kept.get(model.devices)
+    if known is None or known.remote.spec.key != model.key:
+        _kept[model.devices] = RemotePatcher(
+            WeightlessModel(RemoteText(engine(), model)),
+            load_device=comfy.model_management.get_torch_device(),
+            offload_device=comfy.model_management.text_encoder_offload_device(),
+        )
+    comfy.model_management.load_models_gpu([_kept[model.devices]])
 
 
 class EncodeOnDeviceMap(io.ComfyNode):
@@ -195,5 +227,9 @@ class EncodeOnDeviceMap(io.ComfyNode):
                 keep_loaded=keep_loaded,
                 poll=cancel_requested,
             )
+        if keep_loaded:
+            keep(model)
+        else:
+            _kept.pop(model.devices, None)
         say(account(encoded, prompts, keep_loaded=keep_loaded), cls.hidden.unique_id)
         return io.NodeOutput(*(conditioning(outputs) for outputs in encoded.prompts))

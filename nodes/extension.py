@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from comfy_api.latest import ComfyExtension, io
 
+from . import routes
 from .distributed_sampler import DistributedSampler
 from .encode import EncodeOnDeviceMap
 from .load_transformer import LoadParallelTransformer
@@ -13,6 +14,9 @@ from .vae import LoadParallelVAE, VAEDecodeParallel
 
 class ParallelDiffusionExtension(ComfyExtension):
     """All nodes of the package."""
+
+    def __init__(self) -> None:
+        routes.register()
 
     async def get_node_list(self) -> list[type[io.ComfyNode]]:
         """Called by ComfyUI."""

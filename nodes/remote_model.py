@@ -1,8 +1,8 @@
 """The MODEL that stands for a transformer on the ranks.
 
 A stock ModelPatcher over ComfyUI's own model class, built on the meta device (right attributes and names, no memory),
-in which the innermost function that needs weights is replaced by a remote call. All of ComfyUI's weight-free code and its
-wrappers run as ever. Knows families by their declarations and no process.
+in which the innermost function that needs weights is replaced by a remote call. All of ComfyUI's weight-free code and
+its wrappers run as ever. Knows families by their declarations and no process.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Lets several evaluations of ComfyUI's code meet at the ranks, so that they run as one operation.
 
 Each evaluation runs in a thread of its own until it needs the ranks; when all have come that far (or ended), their
-calls are sent together. Only one thread runs at a time, in a fixed order, so the outcome does not depend on timing. Knows
-neither samplers nor ranks.
+calls are sent together. Only one thread runs at a time, in a fixed order, so the outcome does not depend on timing.
+Knows neither samplers nor ranks.
 """
 
 from __future__ import annotations

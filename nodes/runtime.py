@@ -11,6 +11,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import comfy.model_management
 import torch
@@ -46,7 +47,13 @@ def _free_host(device: str, num_bytes: int) -> None:
 
 
 def _prompt_is_running() -> bool:
-    return PromptServer.instance is not None and PromptServer.instance.prompt_queue.get_tasks_remaining() > 0
+    server = _server()
+    return server is not None and server.prompt_queue.get_tasks_remaining() > 0
+
+
+def _server() -> Any:
+    """ComfyUI's server, or None where its code is used without one (in a script)."""
+    return getattr(PromptServer, "instance", None)
 
 
 def say(text: str, node_id: str | None = None) -> None:
@@ -54,8 +61,9 @@ def say(text: str, node_id: str | None = None) -> None:
     if node_id is None:
         context = get_executing_context()
         node_id = context.node_id if context is not None else None
-    if node_id is not None and PromptServer.instance is not None:
-        PromptServer.instance.send_progress_text(text, node_id)
+    server = _server()
+    if node_id is not None and server is not None:
+        server.send_progress_text(text, node_id)
     logger.info("%s", text.replace("\n", "; "))
 
 

@@ -1,6 +1,6 @@
-"""A ComfyUI server as a child process, and a small synchronous client for its HTTP and websocket interface.
+"""A small synchronous client of ComfyUI's HTTP and websocket interface; with comfy_server, all that a script needs.
 
-Owns: starting and stopping a server, queueing API-format prompts, following them, fetching what they made.
+Owns: queueing API-format prompts, following them, fetching what they made.
 Does not know: Parallel Diffusion's nodes, pytest, where the developer environment lies.
 
     with ComfyServer(tree, base, python=python) as server, server.client() as client:
@@ -13,17 +13,9 @@ As a command: ``python -m tools.comfy_client URL prompt.json [-o FOLDER]`` runs 
 from __future__ import annotations
 
 import argparse
-import asyncio
-import atexit
 import json
-import os
 import queue
-import signal
-import socket
-import struct
-import subprocess
 import sys
-import threading
 import time
 import urllib.error
 import urllib.parse
@@ -32,28 +24,30 @@ import uuid
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import FrameType, TracebackType
+from types import TracebackType
 from typing import Any, Literal
 
-import aiohttp
+from .comfy_events import Event, EventReader
+from .comfy_server import OPENER, ComfyError, ComfyServer, ServerDied, exit_on_sigterm, free_port
+
+__all__ = [
+    "ComfyClient",
+    "ComfyError",
+    "ComfyServer",
+    "Event",
+    "Outcome",
+    "Prompt",
+    "PromptRejected",
+    "ServerDied",
+    "exit_on_sigterm",
+    "free_port",
+]
 
 Prompt = Mapping[str, Any]
 Status = Literal["success", "error", "interrupted"]
 
-_PREVIEW, _TEXT, _PREVIEW_WITH_METADATA = 1, 3, 4  # ComfyUI's protocol.BinaryEventTypes
 _END_EVENTS = ("execution_success", "execution_error", "execution_interrupted")
 _POLL_S = 0.5  # how long the socket may be silent before /history and the process are looked at
-_STOP_S = 10.0
-# A user's http_proxy must not catch requests to this machine.
-_OPENER = urllib.request.build_opener(urllib.request.ProxyHandler({}))
-
-
-class ComfyError(RuntimeError):
-    """The server could not do what was asked; the text says what it answered."""
-
-
-class ServerDied(ComfyError):
-    """The server process ended, or does not answer any more."""
 
 
 class PromptRejected(ComfyError):
@@ -73,18 +67,6 @@ class PromptRejected(ComfyError):
                 where = f"node {node_id} ({entry.get('class_type')})"
                 lines.append(f"{where}: {problem.get('message')}: {problem.get('details')}")
         super().__init__("\n".join(lines))
-
-
-@dataclass(frozen=True)
-class Event:
-    """One websocket message.
-
-    kind: ComfyUI's message type ("executing", "progress", "executed", "execution_error", ...), or "progress_text"
-    (data: node, text) or "preview" (data: image = the encoded bytes; node where the server says it).
-    """
-
-    kind: str
-    data: dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -115,230 +97,6 @@ class Outcome:
         return [image for output in self.outputs.values() for image in output.get("images", [])]
 
 
-def free_port(host: str = "127.0.0.1") -> int:
-    """A TCP port that nobody listens on at this moment."""
-    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
-        probe.bind((host, 0))
-        return int(probe.getsockname()[1])
-
-
-def _bindable(port: int) -> bool:
-    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # connections of an ended server may linger
-        try:
-            probe.bind(("127.0.0.1", port))
-        except OSError:
-            return False
-    return True
-
-
-class ComfyServer:
-    """A ComfyUI process of our own.
-
-    tree: folder with main.py; base: its --base-directory (models, custom_nodes, input, output, temp, user);
-    python: ComfyUI's interpreter; port: a free one when None; cpu: start with --cpu; extra_args and env are added
-    last; log_path: where stdout and stderr go (default: base/comfyui-<port>.log).
-    """
-
-    def __init__(
-        self,
-        tree: Path | str,
-        base: Path | str,
-        *,
-        python: Path | str = sys.executable,
-        port: int | None = None,
-        cpu: bool = True,
-        extra_args: Sequence[str] = (),
-        env: Mapping[str, str] | None = None,
-        log_path: Path | str | None = None,
-    ) -> None:
-        self.tree = Path(tree).resolve()
-        self.base = Path(base).resolve()
-        self.python = Path(python).absolute()  # not resolved: a venv's python is a link out of the venv
-        self.port = port if port is not None else free_port()
-        self.url = f"http://127.0.0.1:{self.port}"
-        self.log_path = Path(log_path).resolve() if log_path else self.base / f"comfyui-{self.port}.log"
-        self.process: subprocess.Popen[bytes] | None = None
-        self._cpu = cpu
-        self._extra_args = tuple(extra_args)
-        self._env = dict(env or {})
-
-    def command(self) -> list[str]:
-        """The launch line."""
-        line = [str(self.python), str(self.tree / "main.py"), "--port", str(self.port), "--disable-auto-launch"]
-        line += ["--disable-api-nodes", "--base-directory", str(self.base), "--database-url", "sqlite:///:memory:"]
-        return line + (["--cpu"] if self._cpu else []) + list(self._extra_args)
-
-    def start(self, timeout: float = 180.0) -> ComfyServer:
-        """Start and wait until the server answers; ServerDied with the end of the log when it ends before."""
-        if self.alive():
-            raise ComfyError(f"the server on port {self.port} has been started already (pid {self.pid})")
-        if not (self.tree / "main.py").is_file():
-            raise ComfyError(f"no ComfyUI in {self.tree}: main.py is missing")
-        if not _bindable(self.port):
-            raise ComfyError(f"port {self.port} is in use: stop what listens there, or choose another port")
-        for name in ("custom_nodes", "user", "input", "output"):
-            (self.base / name).mkdir(parents=True, exist_ok=True)
-        self.log_path.parent.mkdir(parents=True, exist_ok=True)
-        with self.log_path.open("wb") as log:
-            self.process = subprocess.Popen(
-                self.command(),
-                cwd=self.tree,
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                # One OpenMP thread: with several on a busy machine a toy sampling takes seconds instead of 0.15 s.
-                env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", **self._env},
-                start_new_session=True,  # Ctrl-C in our terminal is ours to handle
-            )
-        atexit.register(self.stop)
-        try:
-            self._wait_ready(time.monotonic() + timeout)
-        except BaseException:
-            self.stop()
-            raise
-        return self
-
-    def _wait_ready(self, deadline: float) -> None:
-        command = self.command()
-        while time.monotonic() < deadline:
-            self.check_alive()
-            try:
-                with _OPENER.open(f"{self.url}/system_stats", timeout=5) as reply:
-                    argv = json.load(reply)["system"]["argv"]
-            except (OSError, ValueError, KeyError):
-                time.sleep(0.1)
-                continue
-            if argv == command[1:]:
-                return
-            raise ComfyError(f"another ComfyUI answers on port {self.port}: {' '.join(map(str, argv))}")
-        raise ComfyError(
-            f"ComfyUI did not answer on {self.url} in time; the end of {self.log_path}:\n{self.log_tail()}"
-        )
-
-    @property
-    def pid(self) -> int | None:
-        """The process id, None before start and after stop."""
-        return self.process.pid if self.process else None
-
-    def alive(self) -> bool:
-        """Whether the process runs."""
-        return self.process is not None and self.process.poll() is None
-
-    def check_alive(self, grace: float = 0.0) -> None:
-        """Raise ServerDied, with how it ended and the end of its log, unless the process runs.
-
-        grace: seconds in which it may still end, for a caller whose connection just broke.
-        """
-        if self.process is None:
-            raise ServerDied(f"the server on port {self.port} is not running (not started, or stopped)")
-        deadline = time.monotonic() + grace
-        while (code := self.process.poll()) is None and time.monotonic() < deadline:
-            time.sleep(0.01)
-        if code is not None:
-            how = signal.Signals(-code).name if code < 0 else f"exit code {code}"
-            raise ServerDied(f"ComfyUI ended ({how}); the end of {self.log_path}:\n{self.log_tail()}")
-
-    def log_tail(self, lines: int = 40) -> str:
-        """The last lines of the log."""
-        if not self.log_path.exists():
-            return "(no log)"
-        text = self.log_path.read_text(encoding="utf-8", errors="replace")
-        return "\n".join([line.rstrip() for line in text.splitlines() if line.strip()][-lines:])
-
-    def stop(self) -> None:
-        """SIGTERM, wait, SIGKILL last. Does nothing when the server does not run."""
-        atexit.unregister(self.stop)
-        process, self.process = self.process, None
-        if process is None or process.poll() is not None:
-            return
-        process.terminate()
-        try:
-            process.wait(_STOP_S)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
-
-    def client(self) -> ComfyClient:
-        """A new client of this server, which notices the death of the process."""
-        return ComfyClient(self.url, server=self)
-
-    def __enter__(self) -> ComfyServer:
-        return self if self.alive() else self.start()
-
-    def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, tb: TracebackType | None) -> None:
-        self.stop()
-
-
-class _EventReader(threading.Thread):
-    """Reads one websocket in a thread of its own and puts Events on `events`; ends when the socket does."""
-
-    def __init__(self, url: str, client_id: str) -> None:
-        super().__init__(name=f"comfy-events-{client_id[:8]}", daemon=True)
-        self.events: queue.Queue[Event] = queue.Queue()
-        self._url = f"{url.replace('http', 'ws', 1)}/ws?clientId={client_id}"
-        self._connected = threading.Event()
-        self._failure: Exception | None = None
-        self._loop: asyncio.AbstractEventLoop | None = None
-        self._task: asyncio.Task[None] | None = None
-
-    def connect(self) -> None:
-        """Start; returns when the socket is open, so that no event of a later prompt can be missed."""
-        self.start()
-        self._connected.wait()
-        if self._failure is not None:
-            raise ServerDied(f"no websocket at {self._url}: {self._failure}") from self._failure
-
-    def run(self) -> None:
-        try:
-            asyncio.run(self._read())
-        except asyncio.CancelledError:
-            pass  # close() was called
-        except (aiohttp.ClientError, OSError, TimeoutError) as error:
-            self._failure = error
-        finally:
-            self._connected.set()
-
-    async def _read(self) -> None:
-        self._loop, self._task = asyncio.get_running_loop(), asyncio.current_task()
-        async with aiohttp.ClientSession() as session, session.ws_connect(self._url, max_msg_size=0) as stream:
-            flags = {"type": "feature_flags", "data": {"supports_preview_metadata": True}}
-            await stream.send_json(flags)
-            self._connected.set()
-            async for message in stream:
-                event = _decode(message.type, message.data)
-                if event is not None:
-                    self.events.put(event)
-
-    def close(self) -> None:
-        """Close the socket and wait for the thread."""
-        if self._loop is not None and self._task is not None and self.is_alive():
-            try:
-                self._loop.call_soon_threadsafe(self._task.cancel)
-            except RuntimeError:
-                pass  # the loop ended between the two lines
-        self.join(_STOP_S)
-
-
-def _decode(form: aiohttp.WSMsgType, content: Any) -> Event | None:
-    if form == aiohttp.WSMsgType.TEXT:
-        body = json.loads(content)
-        return Event(body["type"], body.get("data") or {})
-    if form != aiohttp.WSMsgType.BINARY:
-        return None
-    kind, rest = struct.unpack(">I", content[:4])[0], content[4:]
-    if kind == _PREVIEW:
-        return Event("preview", {"image": rest[4:]})
-    if kind == _TEXT:
-        size = struct.unpack(">I", rest[:4])[0]
-        return Event("progress_text", {"node": rest[4 : 4 + size].decode(), "text": rest[4 + size :].decode()})
-    if kind == _PREVIEW_WITH_METADATA:
-        size = struct.unpack(">I", rest[:4])[0]
-        metadata = json.loads(rest[4 : 4 + size])
-        return Event("preview", {**metadata, "node": metadata.get("node_id"), "image": rest[4 + size :]})
-    return None
-
-
 class ComfyClient:
     """One client id of a server: events of the prompts it queues come to it alone. Use as a context manager."""
 
@@ -346,14 +104,14 @@ class ComfyClient:
         self.url = url.rstrip("/")
         self.client_id = uuid.uuid4().hex
         self._server = server
-        self._reader: _EventReader | None = None
+        self._reader: EventReader | None = None
 
     def queue(self, prompt: Prompt) -> str:
         """Queue an API-format prompt and return its id; PromptRejected when validation refuses any part of it."""
         if self._server is not None:
             self._server.check_alive()
         if self._reader is None or not self._reader.is_alive():
-            self._reader = _EventReader(self.url, self.client_id)
+            self._reader = EventReader(self.url, self.client_id)
             self._reader.connect()
         body = {"prompt": prompt, "client_id": self.client_id}
         code, raw = self._exchange("POST", "/prompt", body)
@@ -474,7 +232,7 @@ class ComfyClient:
         data = None if body is None else json.dumps(body).encode()
         request = urllib.request.Request(self.url + path, data, {"Content-Type": "application/json"}, method=method)
         try:
-            with _OPENER.open(request, timeout=60) as reply:
+            with OPENER.open(request, timeout=60) as reply:
                 return reply.status, reply.read()
         except urllib.error.HTTPError as error:
             with error:
@@ -494,15 +252,6 @@ def _outcome(prompt_id: str, record: dict[str, Any], texts: dict[str, list[str]]
     elif record["status"]["status_str"] != "success":
         status = "error"
     return Outcome(prompt_id, status, record["outputs"], messages, by_kind.get("execution_error"), texts)
-
-
-def _terminate(signum: int, frame: FrameType | None) -> None:
-    raise SystemExit(128 + signum)
-
-
-def exit_on_sigterm() -> None:
-    """Turn SIGTERM into SystemExit, so that servers started by this process are stopped on the way out."""
-    signal.signal(signal.SIGTERM, _terminate)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -33,6 +33,9 @@ logger = logging.getLogger("parallel_diffusion")
 
 Poll = Callable[[], bool]
 
+_STATUS_PATIENCE = 0.2
+"""Seconds to wait for a group that is at work before its status is "busy"."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Deadlines:
@@ -59,9 +62,9 @@ class Engine:
         list_devices: Callable[[], Sequence[DeviceInfo]] = list_gpus,
         memory: Callable[[str, int], Memory] = device_memory,
     ) -> None:
-        """`package` is the folder that holds `parallel_core`. Of the host program: `free_host(device, bytes)` asks it to
-        make room on a device, `host_is_busy` tells whether it is at work on a prompt. `list_devices` and `memory` are
-        what the hardware says.
+        """`package` is the folder that holds `parallel_core`. Of the host program: `free_host(device, bytes)` asks it
+        to make room on a device, `host_is_busy` tells whether it is at work on a prompt. `list_devices` and `memory`
+        are what the hardware says.
         """
         self.deadlines = deadlines or Deadlines()
         self.ledger = Ledger()
@@ -353,17 +356,36 @@ class Engine:
         return self._memory(device, num_cpu_ranks)
 
     def status(self) -> list[dict[str, object]]:
-        """One entry per living group: devices, process ids, what the ledger says; and each rank's own account."""
+        """One entry per living group: devices, kind, process ids, models, and each rank's own account.
+
+        A group in the middle of a request is "busy" and not asked for its ranks' account.
+        """
         with self._lock:
             groups = [group for group in self._groups.values() if group.alive and not group.ended_ranks()]
-        result: list[dict[str, object]] = []
-        for group in groups:
-            ranks = [
-                {"rank": reply.rank, "device": reply.device, **reply.data}
-                for reply in self.request_group(group, Status())
-            ]
-            result.append({"devices": list(group.key.devices), "kind": group.key.kind, "ranks": ranks})
-        return result
+        return [self._group_status(group) for group in groups]
+
+    def _group_status(self, group: Group) -> dict[str, object]:
+        ranks: list[dict[str, object]] = [
+            {"rank": link.rank, "device": link.device, "pid": link.process.pid} for link in group.links
+        ]
+        busy = not group.lock.acquire(timeout=_STATUS_PATIENCE)
+        if not busy:
+            try:
+                for rank, reply in zip(ranks, self.request_group(group, Status()), strict=True):
+                    rank.update(reply.data)
+            finally:
+                group.lock.release()
+        models = [
+            {"label": holding.label, "resident": holding.resident, "device_bytes": holding.device_bytes}
+            for holding in self.ledger.of_group(group.key)
+        ]
+        return {
+            "devices": list(group.key.devices),
+            "kind": group.key.kind,
+            "busy": busy,
+            "ranks": ranks,
+            "models": models,
+        }
 
     def shutdown(self) -> None:
         """Ends all ranks and removes the run folder. The engine starts anew when it is used again."""

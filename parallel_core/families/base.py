@@ -1,7 +1,8 @@
 """What a family declares, and the calls that cross from ComfyUI to the ranks.
 
 A family is one module with one `Family`: declarations and pure functions over tensors, importable on both sides.
-Classes are named by strings ("diffusers:FluxTransformer2DModel") and resolved where they are needed. Knows no process, no node.
+Classes are named by strings ("diffusers:FluxTransformer2DModel") and resolved where they are needed. Knows no process,
+no node.
 """
 
 from __future__ import annotations

@@ -15,6 +15,7 @@ import signal
 import socket
 import sys
 import threading
+import time
 from dataclasses import dataclass
 from typing import Any
 
@@ -71,11 +72,28 @@ def say_hello(sock: socket.socket, config: RankConfig) -> None:
     sock.sendall(encode_frame({"event": "hello", "rank": config.rank, "pid": os.getpid(), "protocol": config.protocol}))
 
 
-def arm_hang_timer(deadline: float) -> None:
-    """Ends this process, stacks first, should a request outlast the controller's deadline and nobody act."""
-    faulthandler.dump_traceback_later(deadline * 1.5 + 30.0, exit=True, file=sys.stderr)
+class HangTimer:
+    """Ends this process, stacks first, should a request outlast the controller's deadline and nobody act.
 
+    Setting the timer starts a thread (0.05 ms), so a burst of short requests sets it once and it is only taken down
+    when the rank has been idle for a while.
+    """
 
-def disarm_hang_timer() -> None:
-    """The request is done."""
-    faulthandler.cancel_dump_traceback_later()
+    REST = 5.0
+    """Seconds of idleness after which `rest` is due; the timer is never older than that when a request starts."""
+
+    def __init__(self) -> None:
+        self._set_at = 0.0
+        self._limit = 0.0
+
+    def start(self, deadline: float) -> None:
+        """A request with this deadline (in seconds) begins."""
+        now, limit = time.monotonic(), deadline * 1.5 + 30.0
+        if now > self._set_at + self.REST or limit > self._limit:
+            faulthandler.dump_traceback_later(limit, exit=True, file=sys.stderr)
+            self._set_at, self._limit = now, limit
+
+    def rest(self) -> None:
+        """No request is running and none has come for a while."""
+        faulthandler.cancel_dump_traceback_later()
+        self._set_at = self._limit = 0.0

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 import os
+import select
 import socket
 import sys
 import time
@@ -20,7 +21,7 @@ import torch.distributed as dist
 
 from ..arena import ArenaReader, ArenaWriter
 from ..protocol import FrameReader, ProtocolError, TensorRef, encode_frame
-from .bootstrap import RankConfig, arm_hang_timer, disarm_hang_timer
+from .bootstrap import HangTimer, RankConfig
 from .worker import Result, Worker
 
 _COLLECTIVE_TIMEOUT = timedelta(minutes=30)  # the controller's deadlines are shorter and say more
@@ -70,20 +71,23 @@ class _Loop:
         self._frames = FrameReader(sock)
         self._inbox = ArenaReader(config.inbox)
         self._outbox = ArenaWriter(config.outbox)
+        self._timer = HangTimer()
+        self._poller = select.poll()
+        self._poller.register(sock.fileno(), select.POLLIN)
 
     def answer_one(self) -> bool:
         """Waits for a request and answers it. False when it was the last one."""
+        if not self._poller.poll(self._timer.REST * 1000):
+            self._timer.rest()
         frame = self._frames.receive()
         if frame is None:
             return False
         operation = str(frame.get("operation"))
-        arm_hang_timer(float(frame.get("deadline", 600.0)))
+        self._timer.start(float(frame.get("deadline", 600.0)))
         try:
             answer = self._succeed(self._handle(operation, frame))
         except Exception as error:  # the boundary: whatever happened is reported to the controller in full
             answer = {"ok": False, "error": self._describe(error, operation)}
-        finally:
-            disarm_hang_timer()
         answer.update(id=frame.get("id"), logs=self._logs.take())
         self._sock.sendall(encode_frame(answer))
         return operation != "shutdown"

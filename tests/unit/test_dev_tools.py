@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from tools import comfy_client, demo, dev_env
+from tools import comfy_server, demo, dev_env
 from tools.comfy_client import ComfyClient, ComfyError, ComfyServer, Event, PromptRejected, ServerDied
 
 
@@ -109,7 +109,7 @@ def test_a_port_in_use_is_named(server: ComfyServer, tree: Path, tmp_path: Path)
 
 
 def test_stop_ends_a_server_that_ignores_sigterm(tree: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(comfy_client, "_STOP_S", 0.2)
+    monkeypatch.setattr(comfy_server, "_STOP_S", 0.2)
     server = ComfyServer(tree, tmp_path, env={"FAKE_COMFYUI": "stubborn"}).start()
     process = server.process
     assert process is not None
