@@ -158,12 +158,13 @@ class RemoteVAE(comfy.sd.VAE):
 
 def account(num_pictures: int, tile: TileSize | None, devices: Sequence[str], scale: int, seconds: float) -> str:
     """What a finished call did, for the node."""
+    used = devices if tile else devices[:num_pictures]
     pictures = "1 picture" if num_pictures == 1 else f"{num_pictures} pictures"
-    ranks = "1 rank" if len(devices) == 1 else f"{len(devices)} ranks"
+    ranks = "1 rank" if len(used) == 1 else f"{len(used)} ranks"
     how = f"in tiles of {tile.side * scale} pixels" if tile else "whole"
-    text = f"{pictures}, {how}, on {ranks} ({', '.join(devices)}): {seconds:.1f} s"
-    if tile is None and num_pictures < len(devices):
-        text += "\nA whole picture keeps one rank busy; VAE Decode (Parallel) shares its tiles out over all."
+    text = f"{pictures}, {how}, on {ranks} ({', '.join(used)}): {seconds:.1f} s"
+    if len(used) < len(devices):
+        text += f"\nA whole picture keeps one rank busy; the tiled nodes share it out over all {len(devices)}."
     return text
 
 

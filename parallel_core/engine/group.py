@@ -225,7 +225,8 @@ class Group:
                 logger.warning("rank %d closed its socket but has not ended: %s", link.rank, error)
             tail = link.log_tail()
             message = f"the rank's process ended ({link.ending()})" + (f"; its last lines:\n{tail}" if tail else "")
-            pending.failures.append(self._failure(link, pending.operation, "RankDied", message))
+            # When it died is not known, but that the others lost their peer is the consequence.
+            pending.failures.append(self._failure(link, pending.operation, "RankDied", message, when=0.0))
         self.kill()
 
     def _expire(self, pending: _Pending, deadline: float) -> None:
@@ -241,14 +242,16 @@ class Group:
         self.kill()
         raise RankError(pending.failures, "All ranks of the group were ended; the next prompt starts new ones.")
 
-    def _failure(self, link: RankLink, operation: str, kind: str, message: str) -> RankFailure:
+    def _failure(
+        self, link: RankLink, operation: str, kind: str, message: str, when: float | None = None
+    ) -> RankFailure:
         return RankFailure(
             rank=link.rank,
             device=link.device,
             operation=operation,
             type=kind,
             message=message,
-            when=time.monotonic(),
+            when=time.monotonic() if when is None else when,
         )
 
     # -- end -------------------------------------------------------------------------------------------------------

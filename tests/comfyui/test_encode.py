@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from tests.comfyui.graphs import Graph, Node
-from tests.comfyui.harness import Comfy
+from tests.comfyui.harness import Comfy, wait_until
 from tests.comfyui.parity import load_parallel
 from tests.tiny_flux import write_pipeline
 from tests.tiny_text import write_text
@@ -93,6 +93,21 @@ def test_kept_encoders_are_not_loaded_again(comfy: Comfy) -> None:
     assert "were loaded" in text(comfy, "three", keep_loaded=True)
     assert "memory given back" in text(comfy, "four")
     assert "loaded in" in text(comfy, "five")
+
+
+def test_free_reaches_kept_encoders(comfy: Comfy) -> None:
+    text(comfy, "six", keep_loaded=True)
+    assert kept_models(comfy) == ["text encoders of text-flux"]
+    comfy.client.free(unload_models=True)
+    wait_until(lambda: kept_models(comfy) == [], seconds=10, what="the encoders were given back")
+    assert "loaded in" in text(comfy, "seven")
+
+
+def kept_models(comfy: Comfy) -> list[str]:
+    """What the placement groups hold on their devices."""
+    groups = comfy.client.get("/parallel_diffusion/status")["groups"]
+    models = [model for group in groups if group["kind"] == "placement" for model in group["models"]]
+    return [model["label"] for model in models if model["resident"]]
 
 
 @pytest.mark.parametrize(

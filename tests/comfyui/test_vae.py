@@ -204,7 +204,8 @@ def test_the_nodes_say_what_ran_where(comfy: Comfy) -> None:
     texts = comfy.run(graph).texts
     assert texts[vae.node_id][-1].startswith("2 ranks (cpu:0, cpu:1), each with the whole VAE\n4 MB in float32")
     assert texts[tiled.node_id][-1].startswith("1 picture, in tiles of 64 pixels, on 2 ranks (cpu:0, cpu:1): ")
-    assert "A whole picture keeps one rank busy" in texts[whole.node_id][-1]
+    assert texts[whole.node_id][-1].startswith("1 picture, whole, on 1 rank (cpu:0): ")
+    assert "the tiled nodes share it out over all 2" in texts[whole.node_id][-1]
 
 
 def test_half_precision(comfy: Comfy) -> None:

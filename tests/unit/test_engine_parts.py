@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
-from parallel_core.engine.devices import tokens_for, visible_tokens
+from parallel_core.engine import Engine
+from parallel_core.engine.devices import Memory, tokens_for, visible_tokens
 from parallel_core.engine.group import GroupKey
 from parallel_core.engine.ledger import Ledger
 from parallel_core.engine.models import TransformerSpec
@@ -52,6 +55,20 @@ def test_a_group_that_ends_takes_its_holdings_along() -> None:
     ledger.drop_group(GROUP)
     assert [h.key for h in ledger.of_group(ONE)] == ["b"]
     assert ledger.of_group(GROUP) == []
+
+
+def test_a_load_makes_room_and_says_so() -> None:
+    asked: list[tuple[str, int]] = []
+    engine = Engine(
+        Path(),
+        environ={},
+        free_host=lambda device, size: asked.append((device, size)),
+        memory=lambda device, ranks: Memory(free=5, total=24),
+    )
+    engine.ledger.record(GROUP, "old", "flux transformer of big", {"cuda:0": 10})
+    engine._make_room({"cuda:0": 8, "cpu:0": 8}, keep=())
+    assert asked == [("cuda:0", 8)], "ComfyUI is asked first; CPU ranks share one memory, so there is nothing to free"
+    assert list(engine.notices) == ["flux transformer of big left the devices to make room"]
 
 
 # ----- rows -----
