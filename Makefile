@@ -7,7 +7,8 @@ PYTEST_ARGS ?=
 
 COMFY_PYTHON := .dev/venv/bin/python
 RANK_PYTHON := .rank_env/bin/python
-PYTEST = "$(RANK_PYTHON)" -m pytest
+# One thread each: the tests run several ranks on few cores.
+PYTEST = OMP_NUM_THREADS=1 "$(RANK_PYTHON)" -m pytest
 
 .DEFAULT_GOAL := help
 .PHONY: help setup demo lint quick test full bench clean

@@ -82,6 +82,15 @@ class DistributedSampler(io.ComfyNode):
         )
 
     @classmethod
+    def validate_inputs(cls, sampler_name: Any = None, scheduler: Any = None) -> bool | str:
+        """KSampler would quietly take another scheduler for one that it does not know."""
+        choices = {"sampler_name": comfy.samplers.KSampler.SAMPLERS, "scheduler": comfy.samplers.KSampler.SCHEDULERS}
+        for name, value in {"sampler_name": sampler_name, "scheduler": scheduler}.items():
+            if value is not None and value not in choices[name]:
+                return f"{name} is {value!r}; expected one of {', '.join(choices[name])}."
+        return True
+
+    @classmethod
     def execute(
         cls,
         model: Any,

@@ -25,7 +25,7 @@ def refuse_sampling(
     """`UserError` for the first thing about this sampling run that would make the picture wrong."""
     _refuse_latent(noise_shape, patcher.model.latent_format.latent_channels, family.name)
     _refuse_model_changes(patcher)
-    _refuse_block_code(options.get("transformer_options", {}), family.name)
+    refuse_block_code(options.get("transformer_options", {}), family.name)
     for entries in conds.values():
         for cond in entries or ():
             _refuse_conditioning(cond, family, config)
@@ -56,7 +56,11 @@ def _refuse_model_changes(patcher: Any) -> None:
         raise UserError(f"A node replaces parts of the model ({', '.join(map(str, inside[:3]))}). {_STOCK}")
 
 
-def _refuse_block_code(options: Mapping[str, Any], family: str) -> None:
+def refuse_block_code(options: Mapping[str, Any], family: str) -> None:
+    """`UserError` for transformer_options that the ranks do not know or that hold code for the model's blocks.
+
+    Checked before a run and again at every call: skip-layer guidance adds its patches in the middle of a step.
+    """
     refuse_unknown("model option", options, GENERIC_OPTIONS, family)
     for kind in ("patches", "patches_replace"):
         names = [f"{kind}: {name}{_places(entry)}" for name, entry in (options.get(kind) or {}).items() if entry]

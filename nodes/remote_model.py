@@ -17,9 +17,10 @@ import torch
 from comfy.patcher_extension import WrappersMP
 
 from ..parallel_core.engine.transformer import RemoteTransformer, RunStatistics
+from ..parallel_core.errors import UserError
 from ..parallel_core.families.base import ComfySide, SeamCall, refuse_unknown, resolve_class
 from .cond_batch import WRAPPER_KEY, make_wrapper
-from .refusals import refuse_sampling
+from .refusals import refuse_block_code, refuse_sampling
 from .remote_patcher import RemotePatcher, bind
 from .rendezvous import submit
 from .runtime import as_comfy_interrupt, cancel_requested, say
@@ -61,6 +62,7 @@ def _meta_model(remote: RemoteTransformer) -> Any:
     setattr(model.diffusion_model, side.seam, seam)
     # ComfyUI splits batches by the memory it has here, where none is needed: what runs where must not depend on it.
     model.memory_required = _no_memory
+    model.state_dict_for_saving = _refuse_saving
     bind(model, remote)
     return model
 
@@ -71,6 +73,10 @@ def _known_fields(side: ComfySide, config: Mapping[str, Any]) -> dict[str, Any]:
     params = resolve_class(side.params_class)
     known = {field.name for field in dataclasses.fields(params)} | {"image_model"}
     return {name: value for name, value in wanted.items() if name in known}
+
+
+def _refuse_saving(*args: Any, **kwargs: Any) -> None:
+    raise UserError("The model's weights live on the ranks and cannot be saved from here; save the original model.")
 
 
 def _no_memory(input_shape: Any, cond_shapes: Any = None) -> int:
@@ -130,6 +136,7 @@ class _Seam:
         arguments = dict(self._signature.bind(None, *args, **kwargs).arguments)
         arguments.pop("self")
         refuse_unknown("argument", arguments, side.arguments, self._remote.family.name)
+        refuse_block_code(arguments.get("transformer_options") or {}, self._remote.family.name)
         call = side.call(arguments, self._remote.config)
         model_input = next(iter(call.rows.values()))
         return submit(call, self._dispatch).to(device=model_input.device, dtype=model_input.dtype)

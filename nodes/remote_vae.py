@@ -94,7 +94,7 @@ class RemoteVAE(comfy.sd.VAE):
 
     def encode(self, pixel_samples: Tensor) -> Tensor:
         """Pixels [B, H, W, 3] in 0..1, cropped to whole latent cells -> raw latents: the mean, nothing is drawn."""
-        return self._encode(self.vae_encode_crop_pixels(pixel_samples).movedim(-1, 1), None)
+        return self._encode(self._cropped(pixel_samples), None)
 
     def encode_tiled(
         self,
@@ -106,7 +106,7 @@ class RemoteVAE(comfy.sd.VAE):
         overlap_t: int | None = None,
     ) -> Tensor:
         """As `encode`, with the tiles of each picture shared out. Tile sizes in pixels; an image has no `_t`."""
-        pixels = self.vae_encode_crop_pixels(pixel_samples).movedim(-1, 1)
+        pixels = self._cropped(pixel_samples)
         return self.encode_tiled_(pixels, tile_x or 512, tile_y or 512, 64 if overlap is None else overlap)
 
     def encode_tiled_(self, pixel_samples: Tensor, tile_x: int = 512, tile_y: int = 512, overlap: int = 64) -> Tensor:
@@ -130,6 +130,16 @@ class RemoteVAE(comfy.sd.VAE):
         memory = self.memory_used_decode(shape, self.vae_dtype)
         pixels = self._run(self.remote.decode, samples, tile, memory)
         return self._as_output(self.process_output(pixels))
+
+    def _cropped(self, pixels: Tensor) -> Tensor:
+        """Whole latent cells out of the middle, as ComfyUI cuts them; channels first."""
+        cropped: Tensor = self.vae_encode_crop_pixels(pixels)
+        if 0 in cropped.shape[1:3]:
+            raise UserError(
+                f"The picture is {pixels.shape[2]} x {pixels.shape[1]} pixels; this VAE needs at least "
+                f"{self.downscale_ratio} x {self.downscale_ratio}."
+            )
+        return cropped.movedim(-1, 1)
 
     def _encode(self, pixels: Tensor, tile: TileSize | None) -> Tensor:
         self.remote.spec.vae.check_pixels(pixels.shape)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import torch
 from diffusers import AutoencoderKL
@@ -30,9 +31,9 @@ TINY = {
 }
 
 
-def build_vae(*, seed: int = 0, dtype: torch.dtype = torch.float32, **config: object) -> AutoencoderKL:
+def build_vae(*, seed: int = 0, dtype: torch.dtype = torch.float32, **config: object) -> Any:
     """A seeded random VAE; `config` overrides fields of TINY (diffusers' own names)."""
-    vae = AutoencoderKL(**{**TINY, **config})
+    vae: Any = AutoencoderKL(**{**TINY, **config})
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, parameter in vae.named_parameters():

@@ -1,6 +1,6 @@
 """`make demo`: one picture from a real ComfyUI with this package in it, from start to stop.
 
-Starts a server from the developer environment, queues example_workflows/demo_api.json, shows what happens, and
+Starts a server from the developer environment, queues tools/demo_api.json, shows what happens, and
 copies the picture to output/. Knows the workflow only as nodes with titles; its one change is the `devices` input.
 
 Run with .dev/venv's Python: ``.dev/venv/bin/python -m tools.demo [--devices cpu:2]``.
@@ -21,7 +21,7 @@ from typing import Any, TextIO
 from . import dev_env
 from .comfy_client import ComfyClient, ComfyError, ComfyServer, Event, Outcome, exit_on_sigterm
 
-WORKFLOW = dev_env.ROOT / "example_workflows" / "demo_api.json"
+WORKFLOW = dev_env.ROOT / "tools" / "demo_api.json"
 OUTPUT = dev_env.ROOT / "output"
 _CONFIG_NODE = "PD_ParallelConfig"
 _CPU_DEVICES = "cpu:2"

@@ -117,9 +117,23 @@ class Comfy:
         self.server.start()
         return self
 
-    def __exit__(self, *error: object) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *rest: object) -> None:
+        if kind is None and self.server.alive():
+            self.stop()
         self.client.close()
         self.server.stop()
+
+    def stop(self, how: signal.Signals = signal.SIGTERM) -> None:
+        """A normal stop, after which nothing may be left: no process, no shared memory, no temporary file."""
+        pid = self.server.pid
+        assert pid is not None
+        family = descendants(pid)
+        shared = shared_memory_files([pid, *family])
+        os.kill(pid, how)
+        wait_until(lambda: not alive(pid), seconds=30, what="ComfyUI has ended")
+        wait_until(lambda: not any(map(alive, family)), seconds=5, what="none of its processes lives")
+        wait_until(lambda: not list(self.temporary.iterdir()), seconds=5, what="the temp folder is empty")
+        assert [name for name in shared if Path(name).exists()] == []
 
     def run(self, graph: Graph, *, on_progress: Callable[[Event], None] | None = None, timeout: float = 120) -> Outcome:
         """Runs the graph, which must succeed."""

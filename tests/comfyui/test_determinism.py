@@ -43,3 +43,4 @@ def test_after_a_restart(comfy: Comfy, new_comfy: Callable[..., Comfy]) -> None:
     with new_comfy() as restarted:
         for plan, expected in before.items():
             assert torch.equal(latents(restarted, plan), expected), plan
+        restarted.stop()

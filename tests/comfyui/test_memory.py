@@ -34,25 +34,27 @@ def large_bytes(models: Path) -> int:
     return size
 
 
-def holdings(comfy: Comfy) -> list[dict[str, Any]]:
-    """Each rank's ledger: what it holds on its device and in host memory, in bytes."""
-    ledgers = [rank["models"] for group in comfy.client.get("/test/ranks") for rank in group["ranks"]]
-    return [model for ledger in ledgers for model in ledger.values()]
+def holdings(comfy: Comfy) -> list[tuple[int, int]]:
+    """What the ranks' own ledgers say, model by model: bytes on the device, bytes in host memory."""
+
+    def ranks() -> list[dict[str, Any]] | None:
+        groups = comfy.client.get("/parallel_diffusion/status")["groups"]
+        return None if any(group["busy"] for group in groups) else [rank for group in groups for rank in group["ranks"]]
+
+    answer = wait_until(lambda: (found,) if (found := ranks()) is not None else None, seconds=30, what="idle ranks")
+    models = [model for rank in answer[0] for model in rank["models"].values()]
+    return [(model["device_bytes"], model["host_bytes"]) for model in models]
 
 
 @pytest.mark.parametrize("plan", ["ulysses 2", "tensor 2"])
 def test_free_parks_the_weights_and_the_next_prompt_needs_no_disk(comfy: Comfy, models: Path, plan: str) -> None:
     before = sample(comfy, "other-flux", plan)
     ranks = comfy.ranks()
-    resident = [(model["device_bytes"], model["host_bytes"]) for model in holdings(comfy)]
+    resident = holdings(comfy)
     assert all(device > 0 and host == 0 for device, host in resident)
     comfy.client.free(unload_models=True)
     parked = [(0, device) for device, _ in resident]
-    wait_until(
-        lambda: [(model["device_bytes"], model["host_bytes"]) for model in holdings(comfy)] == parked,
-        seconds=10,
-        what="all bytes are in host memory",
-    )
+    wait_until(lambda: holdings(comfy) == parked, seconds=10, what="all bytes are in host memory")
     with other_weights(models / "diffusers" / "other-flux" / "transformer" / WEIGHTS):
         assert torch.equal(sample(comfy, "other-flux", plan), before)
     assert comfy.ranks() == ranks

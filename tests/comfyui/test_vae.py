@@ -267,6 +267,13 @@ def test_an_overlap_as_large_as_the_tile_is_refused(comfy: Comfy) -> None:
     assert "the overlap must be smaller than the tile" in comfy.failure(decode_with(Graph(), tile_size=64, overlap=64))
 
 
+def test_a_picture_smaller_than_a_latent_cell_is_refused(comfy: Comfy) -> None:
+    graph = Graph()
+    encoded = graph.add("VAEEncode", pixels=picture(graph, width=70, height=5), vae=parallel(graph))
+    graph.add("TestSaveLatent", samples=encoded, name="too-small")
+    assert "The picture is 70 x 5 pixels; this VAE needs at least 8 x 8" in comfy.failure(graph)
+
+
 def test_saving_is_refused(comfy: Comfy) -> None:
     graph = Graph()
     graph.add("VAESave", vae=parallel(graph), filename_prefix="nothing")
@@ -300,7 +307,8 @@ def test_cancel_between_pictures_keeps_the_ranks(comfy: Comfy) -> None:
 
 
 def models_on_ranks(comfy: Comfy) -> list[dict[str, int]]:
-    ledgers = [rank["models"] for group in comfy.client.get("/test/ranks") for rank in group["ranks"]]
+    groups = comfy.client.get("/parallel_diffusion/status")["groups"]
+    ledgers = [rank["models"] for group in groups for rank in group["ranks"]]
     return [model for ledger in ledgers for model in ledger.values()]
 
 

@@ -95,7 +95,8 @@ def traces_of_plans(model: nn.Module) -> list[str]:
     for name, module in model.named_modules():
         for kind in ("_forward_hooks", "_forward_pre_hooks", "_forward_hooks_with_kwargs"):
             traces += [f"{name} {kind}" for _ in getattr(module, kind)]
-        traces += [f"{name} {attribute}" for attribute in vars(getattr(module, "processor", object)) if "_" == attribute[0]]
+        settings = vars(module.processor) if hasattr(module, "processor") else {}
+        traces += [f"{name} {attribute}" for attribute in settings if attribute.startswith("_")]
     return traces
 
 

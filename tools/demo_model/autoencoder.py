@@ -20,7 +20,8 @@ BATCH_SIZE = 16
 SCALING_FACTOR = 0.3611  # FLUX.1's own, which ComfyUI's latent format fixes
 SHIFT_FACTOR = 0.1159
 LOG_VARIANCE = -4.0  # of the posterior, in raw latents: constant, since nothing here needs it learned
-PREVIEW_CONTRAST = 0.5
+PREVIEW_CONTRAST = 0.7
+RANK = 6  # of the 16 channels carry something: pictures this plain need no more, and the transformer learns it sooner
 # ComfyUI's latent_formats.Flux: what its previewer multiplies 16 latent channels by to get red, green and blue.
 PREVIEW_FACTORS = (
     *((-0.0346, 0.0244, 0.0681), (0.0034, 0.0210, 0.0687), (0.0275, -0.0668, -0.0433), (-0.0174, 0.0160, 0.0617)),
@@ -33,7 +34,7 @@ PREVIEW_BIAS = (-0.0329, -0.0718, -0.0851)
 
 def build_autoencoder() -> AutoencoderKL:
     """An untrained VAE from torch's global random state."""
-    vae = AutoencoderKL(
+    return AutoencoderKL(
         down_block_types=["DownEncoderBlock2D"] * 4,
         up_block_types=["UpDecoderBlock2D"] * 4,
         block_out_channels=(16, 24, 32, 32),
@@ -47,10 +48,6 @@ def build_autoencoder() -> AutoencoderKL:
         use_post_quant_conv=False,
         force_upcast=False,
     )
-    with torch.no_grad():
-        vae.encoder.conv_out.weight[16:].zero_()
-        vae.encoder.conv_out.bias[16:].fill_(LOG_VARIANCE)
-    return vae
 
 
 def encode(vae: AutoencoderKL, pixels: torch.Tensor) -> torch.Tensor:
@@ -66,31 +63,52 @@ def decode(vae: AutoencoderKL, latents: torch.Tensor) -> torch.Tensor:
 def train_autoencoder(vae: AutoencoderKL, painter: DigitPainter, steps: int, seed: int) -> None:
     """Trains in place on fresh pictures; latents get noise of random strength, as sampling will leave some in them."""
     generator = torch.Generator().manual_seed(seed)
+    basis = latent_basis(generator)
     vae.to(memory_format=torch.channels_last).train()
     optimizer = torch.optim.AdamW(vae.parameters(), lr=2e-3, betas=(0.9, 0.95), weight_decay=1e-4)
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=2e-3, total_steps=steps, pct_start=0.1)
     for step in range(steps):
+        _confine(vae, basis)
         pixels = painter.draw(BATCH_SIZE).pixels.contiguous(memory_format=torch.channels_last)
         latents = encode(vae, pixels)
         strength = torch.rand(BATCH_SIZE, 1, 1, 1, generator=generator) * 0.35
         noisy = latents + strength * torch.randn(latents.shape, generator=generator)
         reconstruction = decode(vae, noisy)
         loss = (
-            _picture_loss(reconstruction, pixels) + 0.05 * _scale_loss(latents) + 0.4 * _preview_loss(latents, pixels)
+            _picture_loss(reconstruction, pixels)
+            + 0.05 * _scale_loss(latents, basis)
+            + 0.4 * _preview_loss(latents, pixels)
         )
         optimizer.zero_grad()
         loss.backward()
         torch.nn.utils.clip_grad_norm_(vae.parameters(), 1.0)
-        vae.encoder.conv_out.weight.grad[16:].zero_()
-        vae.encoder.conv_out.bias.grad[16:].zero_()
         optimizer.step()
         schedule.step()
         if step % 100 == 0:
             logger.info(
                 *("VAE: step %d of %d, loss %.4f, mean error of a pixel %.4f, latents' std %.3f", step, steps),
-                *(loss.item(), float((reconstruction - pixels).abs().mean()), float(latents.std())),
+                *(loss.item(), (reconstruction - pixels).abs().mean().item(), latents.std().item()),
             )
+    _confine(vae, basis)
     vae.to(memory_format=torch.contiguous_format).eval()
+
+
+def latent_basis(generator: torch.Generator) -> torch.Tensor:
+    """Orthonormal directions [16, RANK] in which latents vary; the first three span what the preview shows."""
+    others = torch.randn(16, RANK - 3, generator=generator)
+    return torch.linalg.qr(torch.cat([torch.tensor(PREVIEW_FACTORS), others], dim=1))[0]
+
+
+@torch.no_grad()
+def _confine(vae: AutoencoderKL, basis: torch.Tensor) -> None:
+    """Makes the encoder write, and the decoder read, the directions of ``basis`` alone, with a constant variance."""
+    projector = basis @ basis.T
+    last, first = vae.encoder.conv_out, vae.decoder.conv_in
+    last.weight[:16] = torch.einsum("oc,cihw->oihw", projector, last.weight[:16])
+    last.bias[:16] = projector @ (last.bias[:16] - SHIFT_FACTOR) + SHIFT_FACTOR
+    last.weight[16:] = 0
+    last.bias[16:] = LOG_VARIANCE
+    first.weight.copy_(torch.einsum("ochw,ci->oihw", first.weight, projector))
 
 
 def _picture_loss(reconstruction: torch.Tensor, pixels: torch.Tensor) -> torch.Tensor:
@@ -101,10 +119,10 @@ def _picture_loss(reconstruction: torch.Tensor, pixels: torch.Tensor) -> torch.T
     return loss
 
 
-def _scale_loss(latents: torch.Tensor) -> torch.Tensor:
-    """Zero when every channel has mean 0 and deviation 1, the scale on which noise is mixed in."""
-    channels = latents.transpose(0, 1).flatten(1)
-    return channels.mean(1).square().mean() + (channels.std(1) - 1).square().mean()
+def _scale_loss(latents: torch.Tensor, basis: torch.Tensor) -> torch.Tensor:
+    """Zero when every direction of the basis has mean 0 and deviation 1, the scale on which noise is mixed in."""
+    directions = torch.einsum("nchw,cd->dnhw", latents, basis).flatten(1)
+    return directions.mean(1).square().mean() + (directions.std(1) - 1).square().mean()
 
 
 def _preview_loss(latents: torch.Tensor, pixels: torch.Tensor) -> torch.Tensor:

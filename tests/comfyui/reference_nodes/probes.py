@@ -1,16 +1,14 @@
 """What a test reads: latents as files, and the state of the server's process over HTTP.
 
-Knows of the product where its engine is, and no more.
+Does not know: whose MODEL it was.
 """
 
 # ruff: noqa: N802 (INPUT_TYPES is ComfyUI's name)
 
 from __future__ import annotations
 
-import asyncio
 import ctypes
 import gc
-import sys
 import threading
 from pathlib import Path
 from typing import Any
@@ -68,13 +66,6 @@ async def state(request: web.Request) -> web.Response:
             "counters": COUNTERS,
         }
     )
-
-
-@PromptServer.instance.routes.get("/test/ranks")
-async def ranks(request: web.Request) -> web.Response:
-    """What the package's engine says of its groups and what each rank says of its models: Engine.status()."""
-    (runtime,) = [module for name, module in sys.modules.items() if name.endswith(".nodes.runtime")]
-    return web.json_response(await asyncio.to_thread(runtime.engine().status))
 
 
 NODES = {"TestSaveLatent": TestSaveLatent}
