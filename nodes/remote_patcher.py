@@ -15,7 +15,7 @@ import torch
 
 from ..parallel_core.engine import Engine
 from ..parallel_core.engine.models import ModelSpec
-from .runtime import as_comfy_interrupt, cancel_requested
+from .runtime import as_comfy_interrupt, cancel_requested, say
 
 ATTRIBUTE = "parallel_diffusion"
 """Where a stand-in module keeps its handle."""
@@ -80,6 +80,8 @@ class RemotePatcher(comfy.model_patcher.ModelPatcher):
         """Makes the weights resident on the ranks."""
         with as_comfy_interrupt():
             self.remote.ensure_loaded(cancel_requested)
+        if notices := self.remote.engine.take_notices():
+            say("\n".join(notices))
         self.model.device = device_to
         self.model.model_loaded_weight_memory = self.model_size()
         self.model.current_weight_patches_uuid = self.patches_uuid

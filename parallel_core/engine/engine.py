@@ -85,8 +85,7 @@ class Engine:
         self._folder: RunFolder | None = None
         self._supervisor: Supervisor | None = None
         self.num_starts = 0
-        self.notices: collections.deque[str] = collections.deque(maxlen=20)
-        """What the engine did to other models, for the text of the node that caused it."""
+        self._notices: collections.deque[str] = collections.deque(maxlen=20)
         atexit.register(self.shutdown)
 
     # -- groups ----------------------------------------------------------------------------------------------------
@@ -246,8 +245,12 @@ class Engine:
         free = {device: self._memory(device, 1).free for device in needed}
         for holding in self.ledger.to_yield(needed, free, keep):
             if self._park(holding):
-                self.notices.append(f"{holding.label} left the devices to make room")
-                logger.info(self.notices[-1])
+                self._notices.append(f"{holding.label} left the devices to make room")
+                logger.info(self._notices[-1])
+
+    def take_notices(self) -> list[str]:
+        """What was done to other models since the last call, for the text of the node that caused it."""
+        return [self._notices.popleft() for _ in range(len(self._notices))]
 
     # -- memory verbs ----------------------------------------------------------------------------------------------
 

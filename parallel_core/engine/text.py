@@ -135,7 +135,6 @@ def encode(
     finally:
         if not keep_loaded:
             engine.release_later(model.group, model.key)
-    notices = [engine.notices.popleft() for _ in range(len(engine.notices))]
     return Encoded(
         prompts=[
             {part.key: reply.tensors[f"{index}.{part.key}"] for part in model.source.family.parts}
@@ -145,7 +144,7 @@ def encode(
         placement=str(reply.data["placement"]),
         load_seconds=0.0 if kept else float(reply.data["load_seconds"]),
         encode_seconds=float(reply.data["seconds"]),
-        notices=notices,
+        notices=engine.take_notices(),
     )
 
 

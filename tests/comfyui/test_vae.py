@@ -306,23 +306,31 @@ def test_cancel_between_pictures_keeps_the_ranks(comfy: Comfy) -> None:
     assert comfy.ranks() == ranks and torch.equal(comfy.saved("batch-1"), before)
 
 
-def models_on_ranks(comfy: Comfy) -> list[dict[str, int]]:
+def models_on_ranks(comfy: Comfy) -> list[int] | None:
+    """Device bytes of each model on each rank; None while a rank is at work."""
     groups = comfy.client.get("/parallel_diffusion/status")["groups"]
+    if any(group["busy"] for group in groups):
+        return None
     ledgers = [rank["models"] for group in groups for rank in group["ranks"]]
-    return [model for ledger in ledgers for model in ledger.values()]
+    return [model["device_bytes"] for ledger in ledgers for model in ledger.values()]
+
+
+def wait_freed(comfy: Comfy, models: list[int], what: str, **options: bool) -> None:
+    """Asks until it is done: ComfyUI forgets a /free that comes while it collects garbage after a prompt."""
+
+    def done() -> bool:
+        comfy.client.free(**options)
+        return models_on_ranks(comfy) == models
+
+    wait_until(done, seconds=30, what=what)
 
 
 def test_free_parks_and_the_last_reference_releases(comfy: Comfy) -> None:
-    graph = Graph()
-    before = pictures_of(comfy, graph, graph.add("VAEDecode", samples=latent(graph), vae=parallel(graph)))
-    comfy.client.free(unload_models=True)
-    wait_until(
-        lambda: [model["device_bytes"] for model in models_on_ranks(comfy)] == [0, 0],
-        seconds=10,
-        what="both ranks parked the VAE",
-    )
-    graph = Graph()
-    again = pictures_of(comfy, graph, graph.add("VAEDecode", samples=latent(graph), vae=parallel(graph)))
-    assert torch.equal(again, before)
-    comfy.client.free(unload_models=True, free_memory=True)
-    wait_until(lambda: models_on_ranks(comfy) == [], seconds=30, what="the ranks gave the VAE back")
+    def decode() -> torch.Tensor:
+        graph = Graph()
+        return pictures_of(comfy, graph, graph.add("VAEDecode", samples=latent(graph), vae=parallel(graph)))
+
+    before = decode()
+    wait_freed(comfy, [0, 0], "both ranks parked the VAE", unload_models=True)
+    assert torch.equal(decode(), before)
+    wait_freed(comfy, [], "the ranks gave the VAE back", unload_models=True, free_memory=True)
