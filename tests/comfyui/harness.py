@@ -162,10 +162,27 @@ class Comfy:
         return outcome.error_text
 
     def ranks(self) -> list[int]:
-        """The process ids of the server's ranks, sorted."""
+        """The process ids of the server's mesh ranks (not those that encoders are placed on), sorted."""
         pid = self.server.pid
         assert pid is not None
-        return sorted(child for child in descendants(pid) if RANK_MODULE in " ".join(command_line(child)))
+        lines = {child: " ".join(command_line(child)) for child in descendants(pid)}
+        return sorted(child for child, line in lines.items() if RANK_MODULE in line and '"kind": "mesh"' in line)
+
+    def free_until(self, condition: Callable[[], Any], *, seconds: float, what: str, free_memory: bool = False) -> None:
+        """/free, until it has shown effect.
+
+        It is sent again every few seconds, since ComfyUI leaves one that comes while it collects garbage lying until
+        the next prompt.
+        """
+        deadline = time.monotonic() + seconds
+        while time.monotonic() < deadline:
+            self.client.free(unload_models=True, free_memory=free_memory)
+            ask_again = min(deadline, time.monotonic() + 3)
+            while time.monotonic() < ask_again:
+                if condition():
+                    return
+                time.sleep(0.01)
+        raise AssertionError(f"within {seconds:g} s of /free: {what}")
 
     def state(self) -> dict[str, Any]:
         """See reference_nodes/probes.py."""

@@ -39,6 +39,7 @@ def holdings(comfy: Comfy) -> list[tuple[int, int]]:
 
     def ranks() -> list[dict[str, Any]] | None:
         groups = comfy.client.get("/parallel_diffusion/status")["groups"]
+        groups = [group for group in groups if group["kind"] == "mesh"]
         return None if any(group["busy"] for group in groups) else [rank for group in groups for rank in group["ranks"]]
 
     answer = wait_until(lambda: (found,) if (found := ranks()) is not None else None, seconds=30, what="idle ranks")
@@ -52,9 +53,8 @@ def test_free_parks_the_weights_and_the_next_prompt_needs_no_disk(comfy: Comfy, 
     ranks = comfy.ranks()
     resident = holdings(comfy)
     assert all(device > 0 and host == 0 for device, host in resident)
-    comfy.client.free(unload_models=True)
     parked = [(0, device) for device, _ in resident]
-    wait_until(lambda: holdings(comfy) == parked, seconds=10, what="all bytes are in host memory")
+    comfy.free_until(lambda: holdings(comfy) == parked, seconds=20, what="all bytes are in host memory")
     with other_weights(models / "diffusers" / "other-flux" / "transformer" / WEIGHTS):
         assert torch.equal(sample(comfy, "other-flux", plan), before)
     assert comfy.ranks() == ranks
@@ -83,11 +83,11 @@ def test_another_workflow_gives_the_memory_of_the_last_one_back(comfy: Comfy, la
 def test_dropping_comfyuis_cache_gives_everything_back(comfy: Comfy, large_bytes: int) -> None:
     sample(comfy, LARGE)
     loaded = resident(comfy)
-    comfy.client.free(unload_models=True, free_memory=True)
-    wait_until(
+    comfy.free_until(
         lambda: all(now < before - 0.9 * large_bytes for now, before in zip(resident(comfy), loaded, strict=False)),
         seconds=GC_SECONDS,
         what="the ranks gave the weights back",
+        free_memory=True,
     )
     assert comfy.state()["patchers"] == []
     assert comfy.state()["models"] == []
