@@ -18,9 +18,6 @@ from .engine import Engine, Poll
 from .group import GroupKey
 from .models import spec_key
 
-SLACK_BYTES = 1024**3
-"""Asked for beside the weights of each device: what encoding itself takes, and that a part is placed as a whole."""
-
 
 @dataclass(frozen=True, kw_only=True)
 class TextModel:
@@ -69,7 +66,7 @@ class TextModel:
             for device, capacity in zip(self.devices, self.capacities, strict=True)
         }
         shares = _shares(self.placement, room, self.source.total_bytes)
-        return {device: share + SLACK_BYTES for device, share in shares.items() if share}
+        return {device: share for device, share in shares.items() if share}
 
 
 def _shares(placement: str, room: Mapping[str, int], total: int) -> dict[str, int]:

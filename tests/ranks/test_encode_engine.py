@@ -159,7 +159,7 @@ def shares(placement: str, capacities: tuple[int, ...], **limits: int) -> list[f
         capacities=tuple(size * GB for size in capacities),
     )
     wanted = model.estimated_bytes()
-    return [round((wanted[device] - 1024**3) / GB, 1) if device in wanted else 0.0 for device in model.devices]
+    return [round(wanted.get(device, 0) / GB, 1) for device in model.devices]
 
 
 class _Source:

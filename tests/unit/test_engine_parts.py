@@ -8,6 +8,7 @@ import pytest
 
 from parallel_core.engine import Engine
 from parallel_core.engine.devices import Memory, tokens_for, visible_tokens
+from parallel_core.engine.engine import WORKSPACE_BYTES
 from parallel_core.engine.group import GroupKey
 from parallel_core.engine.ledger import Ledger
 from parallel_core.engine.models import TransformerSpec
@@ -67,7 +68,7 @@ def test_a_load_makes_room_and_says_so() -> None:
     )
     engine.ledger.record(GROUP, "old", "flux transformer of big", {"cuda:0": 10})
     engine._make_room({"cuda:0": 8, "cpu:0": 8}, keep=())
-    assert asked == [("cuda:0", 8)], "ComfyUI is asked first; CPU ranks share one memory, so there is nothing to free"
+    assert asked == [("cuda:0", 8 + WORKSPACE_BYTES)], "ComfyUI is asked first; CPU ranks share one memory, so there is nothing to free"
     assert engine.take_notices() == ["flux transformer of big left the devices to make room"]
 
 
