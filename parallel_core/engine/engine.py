@@ -13,6 +13,7 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -22,11 +23,13 @@ from ..launch.interpreter import check_rank_python, rank_python
 from ..launch.local import GroupSpec, LocalLauncher, RankSpec
 from ..launch.run_folder import RunFolder
 from ..plan import DeviceInfo
-from ..protocol import Park, Release, Request, Status
+from ..protocol import Park, Release, Request
 from .devices import Memory, device_memory, list_gpus, tokens_for
 from .group import Group, GroupKey, RankReply
 from .ledger import Holding, Ledger
 from .models import ModelSpec
+from .references import Item, References
+from .status import group_status
 from .supervisor import Supervisor
 
 logger = logging.getLogger("parallel_diffusion")
@@ -35,9 +38,6 @@ Poll = Callable[[], bool]
 
 WORKSPACE_BYTES = 1 << 30
 """Made free on a GPU beside a model's weights, for what evaluating it takes (FLUX.1 at 1024 x 1024: 0.45 GB)."""
-
-_STATUS_PATIENCE = 0.2
-"""Seconds to wait for a group that is at work before its status is "busy"."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,10 +80,8 @@ class Engine:
         self._groups: dict[GroupKey, Group] = {}
         self._generation = 0
         self._lock = threading.RLock()
-        self._references: collections.Counter[tuple[GroupKey, str]] = collections.Counter()
-        self._dropped: collections.deque[tuple[GroupKey, str]] = collections.deque()
-        self._orphans: set[tuple[GroupKey, str]] = set()
-        self._releases: collections.deque[tuple[GroupKey, str]] = collections.deque()
+        self._references = References()
+        self._releases: collections.deque[Item] = collections.deque()
         self._launcher: LocalLauncher | None = None
         self._folder: RunFolder | None = None
         self._supervisor: Supervisor | None = None
@@ -281,8 +279,7 @@ class Engine:
     def retain(self, spec: ModelSpec) -> None:
         """Notes one more object that stands for `spec`; each is followed by one `drop_reference`."""
         with self._lock:
-            self._references[(spec.group, spec.key)] += 1
-            self._orphans.discard((spec.group, spec.key))
+            self._references.retain((spec.group, spec.key))
 
     def drop_reference(self, group: GroupKey, key: str) -> None:
         """Notes that such an object is gone. Never blocks and takes no lock: the garbage collector calls it.
@@ -290,7 +287,7 @@ class Engine:
         When it was the last one the model is released, though not while the host program is at work: a prompt whose
         config has changed drops the old object before it makes the new one, and its weights must not be read again.
         """
-        self._dropped.append((group, key))
+        self._references.drop((group, key))
         if self._supervisor is not None:
             self._supervisor.wake()
 
@@ -312,24 +309,17 @@ class Engine:
         if not self._lock.acquire(blocking=False):
             return
         try:
-            self._count_dropped()
-            if not self._host_is_busy():
-                self._releases.extend(self._orphans)
-                self._orphans.clear()
+            orphans = self._references.orphans()
+            if orphans and not self._host_is_busy():
+                for item in orphans:
+                    if self._try_release(*item):
+                        self._references.forget(item)
             for _ in range(len(self._releases)):
                 item = self._releases.popleft()
                 if not self._try_release(*item):
                     self._releases.append(item)
         finally:
             self._lock.release()
-
-    def _count_dropped(self) -> None:
-        while self._dropped:
-            item = self._dropped.popleft()
-            self._references[item] -= 1
-            if self._references[item] <= 0:
-                del self._references[item]
-                self._orphans.add(item)
 
     def _try_release(self, key: GroupKey, model: str) -> bool:
         """False when the group is busy."""
@@ -350,10 +340,9 @@ class Engine:
     def _release_orphans(self, spec: ModelSpec) -> None:
         """Before `spec` is loaded, what nothing stands for any more goes from its devices."""
         with self._lock:
-            self._count_dropped()
-            for key, model in list(self._orphans):
+            for key, model in self._references.orphans():
                 if model != spec.key and set(key.devices) & set(spec.group.devices) and self._try_release(key, model):
-                    self._orphans.discard((key, model))
+                    self._references.forget((key, model))
 
     # -- looking and ending ----------------------------------------------------------------------------------------
 
@@ -361,37 +350,11 @@ class Engine:
         """Memory of a device now."""
         return self._memory(device, num_cpu_ranks)
 
-    def status(self) -> list[dict[str, object]]:
-        """One entry per living group: devices, kind, process ids, models, and each rank's own account.
-
-        A group in the middle of a request is "busy" and not asked for its ranks' account.
-        """
+    def status(self) -> list[dict[str, Any]]:
+        """One entry per living group; see `status.group_status`."""
         with self._lock:
             groups = [group for group in self._groups.values() if group.alive and not group.ended_ranks()]
-        return [self._group_status(group) for group in groups]
-
-    def _group_status(self, group: Group) -> dict[str, object]:
-        ranks: list[dict[str, object]] = [
-            {"rank": link.rank, "device": link.device, "pid": link.process.pid} for link in group.links
-        ]
-        busy = not group.lock.acquire(timeout=_STATUS_PATIENCE)
-        if not busy:
-            try:
-                for rank, reply in zip(ranks, self.request_group(group, Status()), strict=True):
-                    rank.update(reply.data)
-            finally:
-                group.lock.release()
-        models = [
-            {"label": holding.label, "resident": holding.resident, "device_bytes": holding.device_bytes}
-            for holding in self.ledger.of_group(group.key)
-        ]
-        return {
-            "devices": list(group.key.devices),
-            "kind": group.key.kind,
-            "busy": busy,
-            "ranks": ranks,
-            "models": models,
-        }
+        return [group_status(group, self.ledger, self.deadlines.short) for group in groups]
 
     def shutdown(self) -> None:
         """Ends all ranks and removes the run folder. The engine starts anew when it is used again."""
