@@ -10,6 +10,7 @@ from comfy_api.latest import io
 import nodes as comfy_nodes
 
 from ..parallel_core.engine.transformer import RemoteTransformer
+from ..parallel_core.max_memory import format_bytes
 from .remote_patcher import remote_of
 from .runtime import say
 
@@ -27,7 +28,7 @@ def account(remote: RemoteTransformer) -> str:
     ]
     if statistics.num_batches > 1:
         lines.append(f"the rows of one evaluation ran in {statistics.num_batches} waves")
-    lines += [f"peak on {device}: {size / 1e9:.2f} GB" for device, size in statistics.peak_bytes.items()]
+    lines += [f"peak on {device}: {format_bytes(size)}" for device, size in statistics.peak_bytes.items()]
     return "\n".join(lines)
 
 

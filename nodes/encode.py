@@ -177,22 +177,14 @@ class EncodeOnDeviceMap(io.ComfyNode):
         )
 
     @classmethod
-    def validate_inputs(
-        cls, model_name: Any = None, placement: Any = None, max_memory: Any = None, max_sequence_length: Any = None
-    ) -> bool | str:
-        """Checks the folder, its json and headers, and the form of max_memory, before the prompt runs.
+    def validate_inputs(cls, model_name: Any = None) -> bool | str:
+        """Checks the folder, its json and headers before the prompt runs; None comes over a link.
 
-        An input that comes over a link is None here and is checked when the node runs.
+        The other inputs are checked when the node runs, which is before anything is read or started.
         """
         try:
-            if placement is not None:
-                check_placement(placement)
-            if max_memory is not None:
-                parse_max_memory(max_memory, None)
             if model_name is not None:
-                source = inspect_source(model_name)
-                if max_sequence_length is not None:
-                    source.check_length(max_sequence_length)
+                inspect_source(model_name)
         except UserError as error:
             return str(error)
         return True
@@ -215,8 +207,9 @@ class EncodeOnDeviceMap(io.ComfyNode):
         parallel_config: ParallelPlan | None = None,
     ) -> io.NodeOutput:
         """Both prompts as CONDITIONING."""
-        plan = parallel_config or default_plan()
-        model = make_model(inspect_source(model_name), plan, placement, max_memory)
+        source = inspect_source(model_name)
+        source.check_length(max_sequence_length)
+        model = make_model(source, parallel_config or default_plan(), placement, max_memory)
         prompts = (positive, negative)
         with as_comfy_interrupt():
             encoded = encode(

@@ -13,20 +13,28 @@ import folder_paths
 from ..parallel_core.errors import UserError
 
 
+_EXAMPLES = Path(__file__).resolve().parent.parent / "example_models"
+"""The package's own demo model, so that the example workflow runs at once."""
+
+
+def _roots() -> list[Path]:
+    return [*map(Path, folder_paths.get_folder_paths("diffusers")), _EXAMPLES]
+
+
 def list_models(component: str) -> list[str]:
     """Names, relative to `models/diffusers`, of the pipeline folders with this component and of bare component folders.
 
     `component`: "transformer", "vae" or "text_encoder".
     """
     names: dict[str, None] = {}
-    for root in folder_paths.get_folder_paths("diffusers"):
+    for root in _roots():
         for folder, subfolders, files in os.walk(root, followlinks=True):
             subfolders.sort()
             if "model_index.json" in files:
                 if component in subfolders:
                     names[Path(folder).relative_to(root).as_posix()] = None
                 subfolders.clear()
-            elif "config.json" in files and folder != root:
+            elif "config.json" in files and Path(folder) != root:
                 if component != "text_encoder":
                     names[Path(folder).relative_to(root).as_posix()] = None
                 subfolders.clear()
@@ -42,8 +50,7 @@ def find_model(name: str, component: str) -> Path:
             f"model_name {name!r} is not a model folder with a {component} in models/diffusers. There: {there}. "
             "Reload the page (R) if you have just added it."
         )
-    for root in folder_paths.get_folder_paths("diffusers"):
-        folder = Path(root) / name
-        if folder.is_dir():
-            return folder
+    for root in _roots():
+        if (root / name).is_dir():
+            return root / name
     raise UserError(f"The model folder {name!r} has just gone away.")

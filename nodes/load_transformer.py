@@ -12,6 +12,7 @@ from ..parallel_core.engine.transformer import RemoteTransformer
 from ..parallel_core.errors import UserError
 from ..parallel_core.families.base import Family
 from ..parallel_core.families.registry import find_family
+from ..parallel_core.max_memory import format_bytes
 from ..parallel_core.plan import ParallelPlan, resolve
 from .listing import find_model, list_models
 from .parallel_config import ParallelConfigType, default_plan
@@ -63,7 +64,7 @@ def make_remote(model_name: str, weight_dtype: str, plan: ParallelPlan) -> Remot
 def describe(remote: RemoteTransformer) -> str:
     """For the node: what will run where, and why."""
     plan = remote.plan
-    size = f"{remote.spec.num_bytes / 1e9:.2f} GB in {remote.spec.dtype}"
+    size = f"{format_bytes(remote.spec.num_bytes)} in {remote.spec.dtype}"
     if plan.strategy == "mesh" or plan.world_size == 1:
         return f"{plan.describe()}\n{size}"
     if remote.spec.tensor > 1:
@@ -105,12 +106,11 @@ class LoadParallelTransformer(io.ComfyNode):
         )
 
     @classmethod
-    def validate_inputs(cls, model_name: Any = None, weight_dtype: Any = None) -> bool | str:
-        """Checks the folder, its json and its headers before the prompt runs."""
-        if model_name is None or weight_dtype is None:
-            return True
+    def validate_inputs(cls, model_name: Any = None) -> bool | str:
+        """Checks the folder, its json and its headers before the prompt runs; None comes over a link."""
         try:
-            inspect_model(model_name, weight_dtype)
+            if model_name is not None:
+                inspect_model(model_name, "default")
         except UserError as error:
             return str(error)
         return True

@@ -75,15 +75,15 @@ class ParallelConfig(io.ComfyNode):
         )
 
     @classmethod
-    def validate_inputs(
-        cls, devices: Any = None, strategy: Any = None, replicas: Any = None, ulysses: Any = None, tensor: Any = None
-    ) -> bool | str:
-        """Refuses before the prompt runs; what comes over a link is None here and is checked when the node runs."""
-        given = (devices, strategy, replicas, ulysses, tensor)
-        if any(value is None for value in given):
-            return True
+    def validate_inputs(cls, devices: Any = None) -> bool | str:
+        """Refuses devices that do not exist before the prompt runs; None comes over a link and is checked later.
+
+        Only one input is named, because ComfyUI shows a message once for each that is. The degrees' equation is checked
+        when the node runs, which is before anything is read or started.
+        """
         try:
-            make_plan(*given)
+            if devices is not None:
+                parse_devices(devices, engine().list_devices())
         except UserError as error:
             return str(error)
         return True

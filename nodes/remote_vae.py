@@ -157,6 +157,9 @@ class RemoteVAE(comfy.sd.VAE):
         started = time.monotonic()
         with as_comfy_interrupt():
             result = call(batch, tile, poll=cancel_requested, progress=bar.update_absolute)
+        cells = max(batch.shape[2:]) // (1 if call == self.remote.decode else self.downscale_ratio)
+        if tile is not None and cells <= tile.side:
+            tile = None  # one tile holds the picture
         say(account(len(batch), tile, devices, self.downscale_ratio, time.monotonic() - started))
         return result
 

@@ -71,12 +71,11 @@ class LoadParallelVAE(io.ComfyNode):
         )
 
     @classmethod
-    def validate_inputs(cls, model_name: Any = None, dtype: Any = "default") -> bool | str:
-        """Checks the folder, its json and its headers before the prompt runs."""
-        if model_name is None or dtype is None:
-            return True
+    def validate_inputs(cls, model_name: Any = None) -> bool | str:
+        """Checks the folder, its json and its headers before the prompt runs; None comes over a link."""
         try:
-            inspect_vae(model_name, dtype)
+            if model_name is not None:
+                inspect_vae(model_name, "default")
         except UserError as error:
             return str(error)
         return True

