@@ -12,7 +12,6 @@ import folder_paths
 
 from ..parallel_core.errors import UserError
 
-
 _EXAMPLES = Path(__file__).resolve().parent.parent / "example_models"
 """The package's own demo model, so that the example workflow runs at once."""
 

@@ -9,6 +9,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+_SHOWN_MODULE = "parallel_diffusion"
+"""ComfyUI shows an exception's type with its module, which for a custom node is the path of its folder."""
+
 
 class UserError(ValueError):
     """A wrong input: the message says what was given, what was expected and the nearest thing that works."""
@@ -68,3 +71,7 @@ class RankUserError(RankError, UserError):
 
     def __str__(self) -> str:
         return "\n".join(dict.fromkeys(failure.message for failure in self.failures))
+
+
+for _error in (UserError, Cancelled, RankError, RankOutOfMemory, RankUserError):
+    _error.__module__ = _SHOWN_MODULE

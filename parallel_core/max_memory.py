@@ -30,13 +30,12 @@ _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([A-Za-z]+)")
 _UNITS_BY_LOWER = {unit.lower(): factor for unit, factor in _UNITS.items()}
 
 
-def parse_max_memory(text: str, devices: Sequence[str] | None) -> dict[str, int]:
+def parse_max_memory(text: str, devices: Sequence[str]) -> dict[str, int]:
     """Bytes per device name for what a user wrote.
 
-    `devices` are the names of the group's devices, "cuda:0" or "cpu:0" (a CPU rank); None while they are not known, to
-    check the form alone. A key of `text` is such a name or its number, "cpu" or "disk"; a size is a number with a unit
-    (1 GB = 1000^3, 1 GiB = 1024^3 bytes). An empty text gives no entry. Raises `UserError` that names the part which is
-    wrong and shows the right form.
+    `devices` are the names of the group's devices, "cuda:0" or "cpu:0" (a CPU rank). A key of `text` is such a name or
+    its number, "cpu" or "disk"; a size is a number with a unit (1 GB = 1000^3, 1 GiB = 1024^3 bytes). An empty text
+    gives no entry. Raises `UserError` that names the part which is wrong and shows the right form.
     """
     budgets: dict[str, int] = {}
     if not text.strip():
@@ -52,16 +51,10 @@ def parse_max_memory(text: str, devices: Sequence[str] | None) -> dict[str, int]
     return budgets
 
 
-def _device_name(key: str, devices: Sequence[str] | None) -> str:
+def _device_name(key: str, devices: Sequence[str]) -> str:
     wanted = key.lower()
     if wanted in (HOST, DISK):
         return wanted
-    if devices is None:
-        if re.fullmatch(r"(?:(?:cuda|cpu):)?\d+", wanted):
-            return wanted
-        raise UserError(
-            f"max_memory names device {key!r}, which is neither a number nor 'cpu' or 'disk'. Expected {FORM}."
-        )
     for device in devices:
         if wanted in (device.lower(), device.rpartition(":")[2]):
             return device

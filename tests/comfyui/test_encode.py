@@ -116,7 +116,7 @@ def kept_models(comfy: Comfy) -> list[str]:
         ({"model_name": "../text-flux"}, "not a model folder with a text_encoder"),
         ({"model_name": "pickled-text"}, "text_encoder_2 holds only pickled weights"),
         ({"max_memory": "0=16GB"}, "'0=16GB', which is not 'device:size'"),
-        ({"max_memory": "gpu:16GB"}, "'gpu', which is neither a number nor 'cpu' or 'disk'"),
+        ({"max_memory": "gpu:16GB"}, "max_memory names device 'gpu', but this group has cpu:0, cpu:1"),
         ({"max_sequence_length": 513}, "513"),
         ({"placement": "tensor"}, "placement is 'tensor'; expected one of balanced"),
     ],

@@ -191,7 +191,6 @@ def test_the_package_is_linked_once_and_again_after_a_move(tmp_path: Path, monke
     link = tmp_path / "base" / "custom_nodes" / dev_env.PACKAGE_NAME
     link.symlink_to(tmp_path / "an old place")
     monkeypatch.setattr(dev_env, "BASE", tmp_path / "base")
-    monkeypatch.setattr(dev_env, "DEMO_MODEL", tmp_path / "no model")
     dev_env.link_package()
     dev_env.link_package()
     assert link.resolve() == dev_env.ROOT

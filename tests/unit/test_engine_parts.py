@@ -68,7 +68,7 @@ def test_a_load_makes_room_and_says_so() -> None:
     )
     engine.ledger.record(GROUP, "old", "flux transformer of big", {"cuda:0": 10})
     engine._make_room({"cuda:0": 8, "cpu:0": 8}, keep=())
-    assert asked == [("cuda:0", 8 + WORKSPACE_BYTES)], "ComfyUI is asked first; CPU ranks share one memory, so there is nothing to free"
+    assert asked == [("cuda:0", 8 + WORKSPACE_BYTES)], "only GPUs: CPU ranks share one memory"
     assert engine.take_notices() == ["flux transformer of big left the devices to make room"]
 
 

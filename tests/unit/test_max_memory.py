@@ -60,12 +60,6 @@ def test_errors_name_the_part_that_is_wrong(text: str, words: list[str]) -> None
         assert word in str(error.value)
 
 
-def test_the_form_alone_is_checked_while_the_devices_are_not_known() -> None:
-    assert parse_max_memory("7:1GB,cuda:2:1GB,cpu:1GB", None) == {"7": 1000**3, "cuda:2": 1000**3, "cpu": 1000**3}
-    with pytest.raises(UserError, match="'gpu', which is neither a number nor 'cpu' or 'disk'"):
-        parse_max_memory("gpu:1GB", None)
-
-
 def test_bytes_for_a_person() -> None:
     assert format_bytes(9_770_000_000) == "9.8 GB"
     assert format_bytes(246_000_000) == "246 MB"
