@@ -91,7 +91,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True, help="folder to write the model into")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--encoder-steps", type=int, default=1000)
-    parser.add_argument("--vae-steps", type=int, default=1400)
+    parser.add_argument("--vae-steps", type=int, default=1600)
     parser.add_argument("--transformer-steps", type=int, default=5000)
     arguments = parser.parse_args()
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from tests.comfyui.graphs import Graph
-from tests.comfyui.harness import Comfy
+from tests.comfyui.harness import Comfy, alive, wait_until
 from tests.comfyui.parity import PLANS, load_parallel
 from tests.comfyui.workflows import Case, ksampler
 from tools.comfy_client import Event
@@ -49,6 +49,23 @@ def test_cancel_ends_within_two_steps_and_keeps_the_ranks(comfy: Comfy, plan: st
     assert comfy.ranks() == ranks
     assert torch.equal(sample(comfy, plan), before)
     assert comfy.ranks() == ranks
+
+
+@pytest.mark.full
+def test_cancel_while_the_ranks_start(comfy: Comfy) -> None:
+    before = sample(comfy, "ulysses 2")
+    known = comfy.ranks()
+    graph = Graph()
+    latent = ksampler(graph, load_parallel(graph, {"devices": "cpu:3", "replicas": 3}), QUICK)
+    graph.add("TestSaveLatent", samples=latent, name="cancelled-start")
+    prompt_id = comfy.client.queue(graph.prompt)
+    started = wait_until(lambda: set(comfy.ranks()) - set(known), seconds=60, what="a rank of the new group")
+    comfy.client.interrupt()
+    cancelled = time.monotonic()
+    assert comfy.client.wait(prompt_id).status == "interrupted"
+    assert time.monotonic() - cancelled < 2
+    assert not any(map(alive, started))
+    assert torch.equal(sample(comfy, "ulysses 2"), before)
 
 
 def test_progress_and_previews_are_comfyuis_own(comfy: Comfy) -> None:

@@ -17,8 +17,10 @@ import torch
 from tests.comfyui.flux_pipeline import pipeline_latents, pipeline_workflow
 from tests.comfyui.graphs import Graph
 from tests.comfyui.harness import Comfy
-from tests.comfyui.parity import FP32_TOLERANCE, PLANS, distance, load_parallel, load_reference, run
+from tests.comfyui.parity import FP32_TOLERANCE, PLANS, Loader, distance, load_parallel, load_reference, run
 from tests.comfyui.workflows import CASES, EASY_CACHE, Case, ksampler
+
+DTYPES = ("float32", "bfloat16")
 
 
 @pytest.fixture(scope="session")
@@ -63,18 +65,33 @@ def test_other_folders_load_the_same_weights(comfy: Comfy, model: str) -> None:
         assert distance(ours, expected) <= FP32_TOLERANCE, plan
 
 
+def bf16_runs(comfy: Comfy, plan: str, *, guidance: float) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """ComfyUI's latents in fp32, its own in bf16, ours in bf16. Several runs: over a single one chance decides."""
+    cases = [Case(name="bf16", seed=seed, guidance=guidance, width=96, batch=2, steps=4) for seed in range(6)]
+
+    def runs(load: Loader) -> torch.Tensor:
+        return torch.stack([run(comfy, case, load) for case in cases])
+
+    exact, theirs = (runs(lambda graph, dtype=dtype: load_reference(graph, dtype=dtype)) for dtype in DTYPES)
+    return exact, theirs, runs(lambda graph: load_parallel(graph, PLANS[plan], dtype="bfloat16"))
+
+
+def rms(difference: torch.Tensor) -> float:
+    return float(difference.square().mean().sqrt())
+
+
 @pytest.mark.parametrize("plan", ["one rank", "ulysses 2", "tensor 2"])
-def test_bf16_is_as_near_to_fp32_as_comfyuis_own_bf16(
-    comfy: Comfy, reference: Callable[[Case], torch.Tensor], plan: str
-) -> None:
-    """Root mean square over several runs: of a single run's rounding, chance decides."""
-    cases = [Case(name="bf16", seed=seed, guidance=3.5, width=96, batch=2, steps=4) for seed in range(4)]
-    exact = torch.stack([reference(case) for case in cases])
-    theirs = torch.stack([run(comfy, case, lambda graph: load_reference(graph, dtype="bfloat16")) for case in cases])
-    ours = torch.stack(
-        [run(comfy, case, lambda graph: load_parallel(graph, PLANS[plan], dtype="bfloat16")) for case in cases]
-    )
-    assert (ours - exact).square().mean() <= (theirs - exact).square().mean()
+def test_bf16_is_as_near_to_fp32_as_comfyuis_own_bf16(comfy: Comfy, plan: str) -> None:
+    """1000 x 4.0 is exact in bf16, so only rounding differs: as large as ComfyUI's, give or take 5 % of chance."""
+    exact, theirs, ours = bf16_runs(comfy, plan, guidance=4.0)
+    assert rms(ours - exact) <= 1.05 * rms(theirs - exact)
+
+
+@pytest.mark.parametrize("plan", ["one rank", "ulysses 2", "tensor 2"])
+def test_bf16_rounds_guidance_as_comfyui_does(comfy: Comfy, plan: str) -> None:
+    """1000 x 3.5 becomes 3504 in bf16 before ComfyUI embeds it, which changes the picture more than rounding does."""
+    exact, theirs, ours = bf16_runs(comfy, plan, guidance=3.5)
+    assert rms(ours - theirs) <= 0.1 * rms(theirs - exact)
 
 
 @pytest.mark.parametrize("plan", ["one rank", "ulysses 2"])

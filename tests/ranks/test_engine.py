@@ -94,10 +94,15 @@ PLANS = [
     ParallelPlan(devices=TWO, replicas=2),
     ParallelPlan(devices=TWO, tensor=2),
     ParallelPlan(devices=TWO, strategy="auto"),
-    ParallelPlan(devices=FOUR, replicas=2, ulysses=2),
-    ParallelPlan(devices=FOUR, ulysses=2, tensor=2),
-    ParallelPlan(devices=FOUR, replicas=2, tensor=2),
-    ParallelPlan(devices=FOUR, ulysses=4),
+    *(
+        pytest.param(ParallelPlan(devices=FOUR, **degrees), marks=pytest.mark.slow)
+        for degrees in (
+            {"replicas": 2, "ulysses": 2},
+            {"ulysses": 2, "tensor": 2},
+            {"replicas": 2, "tensor": 2},
+            {"ulysses": 4},
+        )
+    ),
 ]
 
 
@@ -132,6 +137,7 @@ def test_auto_shares_rows_out_and_a_single_rows_tokens(engine: Engine, folder: P
     assert chosen == [(1, 2, 1), (2, 1, 1)]
 
 
+@pytest.mark.slow
 def test_a_batch_larger_than_memory_runs_in_waves(folder: Path) -> None:
     calls = [call(5, text=4)]
     weights = 2_000_000
@@ -173,6 +179,7 @@ def test_parked_weights_leave_the_device_and_come_back_without_the_file(engine: 
     assert_close(model.evaluate(calls, label="forward"), expected(calls))
 
 
+@pytest.mark.slow
 def test_the_last_reference_gives_everything_back(folder: Path) -> None:
     """Not while a prompt runs: its next node may well make the same model again."""
     busy = [True]
@@ -195,6 +202,7 @@ def test_the_last_reference_gives_everything_back(folder: Path) -> None:
         engine.shutdown()
 
 
+@pytest.mark.slow
 def test_a_load_sends_away_what_nothing_stands_for(folder: Path, tmp_path: Path) -> None:
     engine = make_engine(host_is_busy=lambda: True)
     try:
@@ -252,6 +260,7 @@ def test_a_file_that_broke_since_is_a_users_error_and_nothing_stays_half_loaded(
     assert all(model.spec.key not in rank for rank in ledger(engine, model))
 
 
+@pytest.mark.slow
 def test_a_rank_killed_while_idle_is_replaced_by_the_next_request(engine: Engine, folder: Path) -> None:
     model = remote(engine, folder, ParallelPlan(devices=TWO, ulysses=2))
     calls = [call(1, text=4)]
@@ -276,6 +285,7 @@ def test_a_rank_killed_during_a_request_is_named_with_its_signal(engine: Engine)
     assert len(engine.request(key, Ping())) == 2
 
 
+@pytest.mark.slow
 def test_a_silent_rank_is_ended_at_the_deadline_with_its_stacks(engine: Engine) -> None:
     key = GroupKey(devices=TWO)
     group = engine.group(key)
@@ -284,6 +294,19 @@ def test_a_silent_rank_is_ended_at_the_deadline_with_its_stacks(engine: Engine) 
         engine.request_group(group, Ping(), deadline=1.0)
     assert not group.alive
     assert len(engine.request(key, Ping())) == 2
+
+
+def test_a_model_with_guidance_can_run_without_it(engine: Engine, folder: Path) -> None:
+    """What FluxDisableGuidance asks for; diffusers alone has no way to say it."""
+    with_guidance = call(1, text=4)
+    without = SeamCall(
+        rows={name: tensor for name, tensor in with_guidance.rows.items() if name != "guidance"},
+        shared=with_guidance.shared,
+    )
+    model = remote(engine, folder, ParallelPlan(devices=TWO, ulysses=2))
+    outputs = model.evaluate([without], label="forward")
+    assert_close(outputs, expected([without]))
+    assert (outputs[0] - expected([with_guidance])[0]).abs().max() > 1e-3
 
 
 def test_cancel_drains_the_ranks_and_keeps_them(engine: Engine, folder: Path) -> None:
@@ -315,6 +338,7 @@ def own_engine() -> Iterator[Engine]:
     engine.shutdown()
 
 
+@pytest.mark.slow
 def test_the_thread_that_first_asked_may_end(own_engine: Engine) -> None:
     key = GroupKey(devices=("cpu:0",))
     thread = threading.Thread(target=lambda: own_engine.request(key, Ping()))
@@ -325,6 +349,7 @@ def test_the_thread_that_first_asked_may_end(own_engine: Engine) -> None:
     assert own_engine.num_starts == 1
 
 
+@pytest.mark.slow
 def test_shutdown_leaves_nothing(own_engine: Engine) -> None:
     key = GroupKey(devices=TWO)
     own_engine.request(key, Ping())
@@ -340,6 +365,7 @@ def test_shutdown_leaves_nothing(own_engine: Engine) -> None:
     assert len(own_engine.request(key, Ping())) == 2, "an engine that was shut down starts anew"
 
 
+@pytest.mark.slow
 def test_an_idle_group_on_the_same_devices_gives_way(own_engine: Engine) -> None:
     own_engine.request(GroupKey(devices=("cpu:0",)), Ping())
     first = own_engine.group(GroupKey(devices=("cpu:0",)))

@@ -21,6 +21,7 @@ SCALING_FACTOR = 0.3611  # FLUX.1's own, which ComfyUI's latent format fixes
 SHIFT_FACTOR = 0.1159
 LOG_VARIANCE = -4.0  # of the posterior, in raw latents: constant, since nothing here needs it learned
 PREVIEW_CONTRAST = 0.7
+RIM = 4  # pixels
 RANK = 6  # of the 16 channels carry something: pictures this plain need no more, and the transformer learns it sooner
 # ComfyUI's latent_formats.Flux: what its previewer multiplies 16 latent channels by to get red, green and blue.
 PREVIEW_FACTORS = (
@@ -112,10 +113,13 @@ def _confine(vae: AutoencoderKL, basis: torch.Tensor) -> None:
 
 
 def _picture_loss(reconstruction: torch.Tensor, pixels: torch.Tensor) -> torch.Tensor:
-    """Distance of the pixels and of the edges; the edges keep strokes crisp."""
-    loss = functional.mse_loss(reconstruction, pixels) + 0.5 * functional.l1_loss(reconstruction, pixels)
+    """Distance of pixels and edges; edges keep strokes crisp, and the canvas' rim counts more, where padding shows."""
+    distance = (reconstruction - pixels).abs()
+    loss = functional.mse_loss(reconstruction, pixels) + 0.5 * distance.mean()
     for dim in (-1, -2):
         loss = loss + functional.l1_loss(reconstruction.diff(dim=dim), pixels.diff(dim=dim))
+        for start in (0, pixels.shape[dim] - RIM):
+            loss = loss + 0.1 * distance.narrow(dim, start, RIM).mean()
     return loss
 
 

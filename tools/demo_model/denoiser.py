@@ -69,10 +69,11 @@ def build_transformer() -> FluxTransformer2DModel:
 
 @torch.no_grad()
 def _look_at_neighbours(transformer: FluxTransformer2DModel) -> None:
-    """Starts each head of each block with a preference for the token at one offset, as a convolution would look there.
+    """Starts each head of each block with a preference for the token at one offset, as a convolution looks there.
 
-    A Flux token learns where it is from rotary embeddings alone, which takes long at this size. With a bias of (1, 0) on
-    the keys and (cos d, sin d) on the queries of an axis' fastest pair (1 radian per token), attention peaks at offset d.
+    A Flux token learns where it is from rotary embeddings alone, which takes long at this size. With a bias of (1, 0)
+    on the keys and (cos d, sin d) on the queries of an axis' fastest pair (1 radian per token), attention peaks at
+    the offset d.
     """
     attentions = [block.attn for block in (*transformer.transformer_blocks, *transformer.single_transformer_blocks)]
     heads, axes = transformer.config.num_attention_heads, transformer.config.axes_dims_rope
@@ -154,7 +155,7 @@ def _optimizers(transformer: FluxTransformer2DModel) -> list[torch.optim.Optimiz
     matrices = [value for name, value in named if "transformer_blocks." in name and value.dim() == 2]
     others = [value for name, value in named if "transformer_blocks." not in name or value.dim() != 2]
     return [
-        torch.optim.Muon(matrices, lr=2e-3, weight_decay=0.01, adjust_lr_fn="match_rms_adamw"),
+        torch.optim.Muon(matrices, lr=6e-3, weight_decay=0.01, adjust_lr_fn="match_rms_adamw"),
         torch.optim.AdamW(others, lr=2e-3, betas=(0.9, 0.99), weight_decay=0.01),
     ]
 

@@ -28,7 +28,7 @@ logger = logging.getLogger(__name__)
 
 BATCH_SIZE = 64
 CLIP_TOKENS = 24  # causal: the pooled output does not depend on the padding that a longer input would have
-T5_LENGTHS = (16, 16, 32, 32, 64, 128, 256, 512)
+T5_LENGTHS = (10, 16, 32, 32, 64, 128, 256, 512)
 
 
 @dataclass(frozen=True, kw_only=True)
