@@ -10,12 +10,12 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from comfy.patcher_extension import WrappersMP
+from comfy.patcher_extension import CallbacksMP, WrappersMP
 
 from .rendezvous import Dispatch, run_together
 
 WRAPPER_KEY = "parallel_diffusion"
-_STATEFUL = (WrappersMP.APPLY_MODEL, WrappersMP.DIFFUSION_MODEL)
+_AROUND_THE_MODEL = (WrappersMP.APPLY_MODEL, WrappersMP.DIFFUSION_MODEL)
 
 
 def make_wrapper(dispatch: Dispatch) -> Callable[..., list[torch.Tensor]]:
@@ -25,7 +25,7 @@ def make_wrapper(dispatch: Dispatch) -> Callable[..., list[torch.Tensor]]:
         executor: Any, model: Any, conds: list[Any], x_in: torch.Tensor, timestep: torch.Tensor, model_options: Any
     ) -> list[torch.Tensor]:
         present = [index for index, cond in enumerate(conds) if cond is not None]
-        if len(present) < 2 or _has_other_wrappers(model_options):
+        if len(present) < 2 or _is_watched(model, model_options):
             return executor(model, conds, x_in, timestep, model_options)
 
         def alone(index: int) -> torch.Tensor:
@@ -39,11 +39,17 @@ def make_wrapper(dispatch: Dispatch) -> Callable[..., list[torch.Tensor]]:
     return evaluate
 
 
-def _has_other_wrappers(model_options: Any) -> bool:
-    """Whether something else is wrapped around the model itself.
+def _is_watched(model: Any, model_options: Any) -> bool:
+    """Whether code of other nodes runs during the evaluation, which must then happen just as ComfyUI does it.
 
-    Such code (EasyCache) may carry state from one condition to the next, so it sees them as ComfyUI presents them: one
-    after the other.
+    Such code may carry state from one condition to the next (EasyCache), mix the conditions (a wrapper like this one),
+    change the model around a call and put it back (a model function wrapper), or count steps (a prepare-state
+    callback). What it gives up is that prompts of unequal length run at the same time.
     """
+    if "model_function_wrapper" in model_options:
+        return True
+    if model.current_patcher.get_all_callbacks(CallbacksMP.ON_PREPARE_STATE):
+        return True
     wrappers = model_options.get("transformer_options", {}).get("wrappers", {})
-    return any(found for kind in _STATEFUL for found in wrappers.get(kind, {}).values())
+    others = [key for key in wrappers.get(WrappersMP.CALC_COND_BATCH, {}) if key != WRAPPER_KEY]
+    return bool(others) or any(found for kind in _AROUND_THE_MODEL for found in wrappers.get(kind, {}).values())

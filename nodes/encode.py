@@ -47,7 +47,7 @@ def make_model(source: TextSource, plan: ParallelPlan, placement: str, max_memor
         source=source,
         placement=placement,
         limits=tuple(sorted(parse_max_memory(max_memory, plan.devices).items())),
-        capacities=tuple(engine().memory_of(device, plan.world_size).total for device in plan.devices),
+        capacities=tuple(engine().total_memory(device, plan.world_size) for device in plan.devices),
     )
 
 

@@ -25,31 +25,36 @@ def list_models(component: str) -> list[str]:
 
     `component`: "transformer", "vae" or "text_encoder".
     """
-    names: dict[str, None] = {}
-    for root in _roots():
-        for folder, subfolders, files in os.walk(root, followlinks=True):
-            subfolders.sort()
-            if "model_index.json" in files:
-                if component in subfolders:
-                    names[Path(folder).relative_to(root).as_posix()] = None
-                subfolders.clear()
-            elif "config.json" in files and Path(folder) != root:
-                if component != "text_encoder":
-                    names[Path(folder).relative_to(root).as_posix()] = None
-                subfolders.clear()
-    return list(names)
+    return list(_folders(component))
 
 
 def find_model(name: str, component: str) -> Path:
     """The folder of a listed name; anything else is refused, so no path outside the model folders can be named."""
-    listed = list_models(component)
-    if name not in listed:
-        there = ", ".join(map(repr, listed[:8])) or "none"
+    folders = _folders(component)
+    if name not in folders:
+        there = ", ".join(map(repr, list(folders)[:8])) or "none"
         raise UserError(
             f"model_name {name!r} is not a model folder with a {component} in models/diffusers. There: {there}. "
             "Reload the page (R) if you have just added it."
         )
+    return folders[name]
+
+
+def _folders(component: str) -> dict[str, Path]:
+    """Listed names and where they are; where two model roots have the same name the first one wins, as in ComfyUI."""
+    found: dict[str, Path] = {}
     for root in _roots():
-        if (root / name).is_dir():
-            return root / name
-    raise UserError(f"The model folder {name!r} has just gone away.")
+        seen: set[str] = set()
+        for path, subfolders, files in os.walk(root, followlinks=True):
+            folder = Path(path)
+            subfolders.sort()
+            if os.path.realpath(path) in seen:  # a link that leads back
+                subfolders.clear()
+                continue
+            seen.add(os.path.realpath(path))
+            pipeline, bare = "model_index.json" in files, "config.json" in files and folder != root
+            if (pipeline and component in subfolders) or (bare and not pipeline and component != "text_encoder"):
+                found.setdefault(folder.relative_to(root).as_posix(), folder)
+            if pipeline or bare:
+                subfolders.clear()
+    return found

@@ -42,9 +42,11 @@ def make_remote(model_name: str, weight_dtype: str, plan: ParallelPlan) -> Remot
     config = family.full_config(checkpoint.config)
     dtype = checkpoint.dtype if weight_dtype == "default" else weight_dtype
     num_bytes = checkpoint.num_elements * _BYTES[dtype]
-    smallest = min(engine().memory_of(device, plan.world_size).total for device in plan.devices)
-    fits = num_bytes <= smallest * _FIT_SHARE
+    room = int(_FIT_SHARE * min(engine().total_memory(device, plan.world_size) for device in plan.devices))
+    fits = num_bytes <= room
     tensor = resolve(plan, rows=1, heads=family.num_heads(config), fits_one_device=fits).plan.tensor
+    if plan.strategy == "auto" and num_bytes / tensor > room:
+        _refuse_too_large(num_bytes, tensor, room, family.num_heads(config))
     family.check_plan(config, plan if plan.strategy == "mesh" else plan.with_degrees(
         tensor=tensor, ulysses=plan.world_size // tensor
     ))  # fmt: skip
@@ -59,6 +61,18 @@ def make_remote(model_name: str, weight_dtype: str, plan: ParallelPlan) -> Remot
         tensor=tensor,
     )
     return RemoteTransformer(engine=engine(), spec=spec, plan=plan, family=family, config=config)
+
+
+def _refuse_too_large(num_bytes: int, tensor: int, room: int, heads: int) -> None:
+    """Before minutes of loading end in an out-of-memory error."""
+    enough = [degree for degree in range(tensor + 1, heads + 1) if heads % degree == 0 and num_bytes / degree <= room]
+    advice = f"{enough[0]} such devices would do" if enough else "no number of such devices would do"
+    raise UserError(
+        f"The weights take {format_bytes(num_bytes)}; sliced over {tensor} of these devices each would hold "
+        f"{format_bytes(num_bytes // tensor)}, and there is room for {format_bytes(room)} (three quarters of the "
+        f"smallest). {advice} ({heads} attention heads must be divisible by their number); a 16-bit weight_dtype "
+        "halves float32 weights."
+    )
 
 
 def describe(remote: RemoteTransformer) -> str:

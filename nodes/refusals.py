@@ -51,9 +51,13 @@ def _refuse_model_changes(patcher: Any) -> None:
     if patcher.injections:
         raise UserError(f"Code is injected into the model ({', '.join(patcher.injections)}). {_STOCK}")
     inside = [name for name in patcher.object_patches if name.startswith("diffusion_model")]
+    inside += [name for name in patcher.object_patches if name == "manual_cast_dtype"]
     inside += list(patcher.weight_wrapper_patches)
     if inside:
-        raise UserError(f"A node replaces parts of the model ({', '.join(map(str, inside[:3]))}). {_STOCK}")
+        raise UserError(
+            f"A node replaces parts of the model or its dtype ({', '.join(map(str, inside[:3]))}). The loader's "
+            f"weight_dtype sets what the ranks compute in. {_STOCK}"
+        )
 
 
 def refuse_block_code(options: Mapping[str, Any], family: str) -> None:

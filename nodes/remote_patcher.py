@@ -76,6 +76,17 @@ class RemotePatcher(comfy.model_patcher.ModelPatcher):
         """Bytes on the card that ComfyUI itself computes on, so that it makes room there for its share of the ranks."""
         return max(1, self.remote.spec.estimated_bytes().get(local_device(), 0))
 
+    def loaded_size(self) -> int:
+        """What ComfyUI takes to be on its card: nothing when the ranks have parked or lost the weights meanwhile."""
+        if not self.remote.engine.is_resident(self.remote.spec):
+            self.model.model_loaded_weight_memory = 0
+        return int(self.model.model_loaded_weight_memory)
+
+    def partially_load(self, device_to: Any, extra_memory: float = 0, force_patch_weights: bool = False) -> Any:
+        """As ComfyUI's, from what is really loaded."""
+        self.loaded_size()
+        return super().partially_load(device_to, extra_memory, force_patch_weights=force_patch_weights)
+
     def load(self, device_to: Any = None, *args: Any, **kwargs: Any) -> None:
         """Makes the weights resident on the ranks."""
         with as_comfy_interrupt():

@@ -82,6 +82,7 @@ class ArenaWriter:
     def close(self) -> None:
         """Closes the memory file; its bytes go when the last mapping does."""
         os.close(self._descriptor)
+        self._descriptor = -1  # the number may soon be another file's
 
     def write(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, TensorRef]:
         """Writes each tensor into the slot of its name and returns where it is.

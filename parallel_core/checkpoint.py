@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import struct
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -84,9 +84,14 @@ class Checkpoint:
 
     @property
     def fingerprint(self) -> str:
-        """Changes when a file of this component is replaced: names, sizes and modification times."""
-        stats = [(file.name, file.stat()) for file in self.files]
-        return ";".join(f"{name}:{stat.st_size}:{stat.st_mtime_ns}" for name, stat in stats)
+        """Changes when a file of this component, its config.json included, is replaced."""
+        return fingerprint([self.folder / "config.json", *self.files])
+
+
+def fingerprint(files: Iterable[Path]) -> str:
+    """Names, sizes and modification times of `files`."""
+    stats = [(file.name, file.stat()) for file in files]
+    return ";".join(f"{name}:{stat.st_size}:{stat.st_mtime_ns}" for name, stat in stats)
 
 
 def component_folder(folder: Path, component: str) -> Path:

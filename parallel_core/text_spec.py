@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar
 
-from .checkpoint import Checkpoint, check_loadable, read_checkpoint, read_json
+from .checkpoint import Checkpoint, check_loadable, fingerprint, read_checkpoint, read_json
 from .errors import UserError
 from .protocol import Request
 
@@ -93,7 +93,12 @@ def read_text_source(folder: Path, families: tuple[TextFamily, ...]) -> TextSour
         folder=str(folder),
         family=family,
         num_bytes={name: checkpoint.num_bytes for name, checkpoint in checkpoints.items()},
-        fingerprint="|".join(checkpoint.fingerprint for checkpoint in checkpoints.values()),
+        fingerprint="|".join(
+            [
+                *(checkpoint.fingerprint for checkpoint in checkpoints.values()),
+                *(fingerprint(sorted((folder / part.tokenizer).iterdir())) for part in family.parts),
+            ]
+        ),
     )
 
 

@@ -1,13 +1,13 @@
-"""Which GPUs this process sees, how a child is shown exactly one of them, and how much memory each has.
+"""Which GPUs this process sees, how much memory each has in all, and how a child is shown exactly one of them.
 
-Knows no plan and no model. torch.cuda is asked only when ComfyUI's torch has CUDA.
+Knows no plan and no model. What is free on a GPU the ranks say: asking from here would create a CUDA context of
+ComfyUI's process on each of them.
 """
 
 from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 
 import torch
 
@@ -43,25 +43,6 @@ def list_gpus() -> tuple[DeviceInfo, ...]:
             )
         )
     return tuple(found)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Memory:
-    """Bytes of one device's memory."""
-
-    free: int
-    total: int
-
-
-def device_memory(name: str, num_cpu_ranks: int = 1) -> Memory:
-    """Memory of "cuda:N" now, or a CPU rank's equal share of the machine's memory."""
-    if name.startswith("cuda:"):
-        free, total = torch.cuda.mem_get_info(int(name.removeprefix("cuda:")))
-        return Memory(free=free, total=total)
-    page = os.sysconf("SC_PAGE_SIZE")
-    free = os.sysconf("SC_AVPHYS_PAGES") * page
-    total = os.sysconf("SC_PHYS_PAGES") * page
-    return Memory(free=free // num_cpu_ranks, total=total // num_cpu_ranks)
 
 
 def tokens_for(devices: Sequence[str], gpus: Sequence[DeviceInfo]) -> tuple[str, ...]:

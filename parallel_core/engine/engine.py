@@ -1,4 +1,4 @@
-"""The engine: finds or starts groups, loads models into them, keeps the ledger, ends everything.
+"""The engine: loads models into groups of ranks, sends requests to them, keeps the ledger.
 
 One per process. Safe to call from several threads; each group takes one request at a time. Knows neither diffusers nor
 ComfyUI: what ComfyUI must do (free its own models) is a callback.
@@ -6,38 +6,36 @@ ComfyUI: what ComfyUI must do (free its own models) is a callback.
 
 from __future__ import annotations
 
-import atexit
 import collections
 import logging
-import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from ..arena import ArenaWriter, create_memory
-from ..errors import RankError, UserError
-from ..launch.interpreter import check_rank_python, rank_python
-from ..launch.local import GroupSpec, LocalLauncher, RankSpec
-from ..launch.run_folder import RunFolder
+from ..errors import Cancelled, RankError
+from ..host import host_memory
 from ..plan import DeviceInfo
-from ..protocol import Park, Release, Request
-from .devices import Memory, device_memory, list_gpus, tokens_for
+from ..protocol import Park, Release, Request, Status
+from .devices import list_gpus
 from .group import Group, GroupKey, RankReply
+from .groups import Groups, Poll
 from .ledger import Holding, Ledger
 from .models import ModelSpec
 from .references import Item, References
 from .status import group_status
-from .supervisor import Supervisor
 
 logger = logging.getLogger("parallel_diffusion")
 
-Poll = Callable[[], bool]
-
 WORKSPACE_BYTES = 1 << 30
 """Made free on a GPU beside a model's weights, for what evaluating it takes (FLUX.1 at 1024 x 1024: 0.45 GB)."""
+
+
+HOST_SHARE = 0.8
+"""Of the host's available memory, what parked weights may take; beyond it they are released instead."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,105 +61,34 @@ class Engine:
         free_host: Callable[[str, int], None] | None = None,
         host_is_busy: Callable[[], bool] = lambda: False,
         list_devices: Callable[[], Sequence[DeviceInfo]] = list_gpus,
-        memory: Callable[[str, int], Memory] = device_memory,
+        host: Callable[[], tuple[int, int]] = host_memory,
     ) -> None:
         """`package` is the folder that holds `parallel_core`. Of the host program: `free_host(device, bytes)` asks it
-        to make room on a device, `host_is_busy` tells whether it is at work on a prompt. `list_devices` and `memory`
-        are what the hardware says.
+        to make room on a device, `host_is_busy` tells whether it is at work on a prompt. `list_devices` and `host`
+        (available and total bytes) are what the hardware says.
         """
         self.deadlines = deadlines or Deadlines()
         self.ledger = Ledger()
         self.list_devices = list_devices
-        self._package = package
-        self._environ = environ
         self._free_host = free_host
         self._host_is_busy = host_is_busy
-        self._memory = memory
-        self._groups: dict[GroupKey, Group] = {}
-        self._generation = 0
-        self._lock = threading.RLock()
+        self._host = host
+        self._groups = Groups(package, environ, list_devices, self.ledger, self._drain_releases)
+        self._lock = self._groups.lock
         self._references = References()
         self._releases: collections.deque[Item] = collections.deque()
-        self._launcher: LocalLauncher | None = None
-        self._folder: RunFolder | None = None
-        self._supervisor: Supervisor | None = None
-        self.num_starts = 0
         self._notices: collections.deque[str] = collections.deque(maxlen=20)
-        atexit.register(self.shutdown)
 
-    # -- groups ----------------------------------------------------------------------------------------------------
+    @property
+    def num_starts(self) -> int:
+        """How many groups were started so far."""
+        return self._groups.num_starts
 
     def group(self, key: GroupKey, poll: Poll | None = None) -> Group:
-        """The living group for `key`; starts it when there is none."""
+        """The living group for `key`; starts it when there is none. Releases that are due are carried out first."""
         with self._lock:
             self._drain_releases()
-            group = self._groups.get(key)
-            if group is not None and group.alive and not group.ended_ranks():
-                return group
-            if group is not None:
-                self._forget(group)
-            self._retire_idle_neighbours(key)
-            return self._start(key, poll)
-
-    def _start(self, key: GroupKey, poll: Poll | None) -> Group:
-        gpus = self.list_devices()
-        missing = [name for name in key.devices if name.startswith("cuda:") and name not in {g.name for g in gpus}]
-        if missing:
-            raise UserError(f"{', '.join(missing)} does not exist any more; GPUs here: {[g.name for g in gpus]}.")
-        python = rank_python(self._package, self._environ)
-        check_rank_python(python)
-        if self._launcher is None:
-            self._launcher = LocalLauncher()
-        if self._folder is None:
-            self._folder = RunFolder()
-        if self._supervisor is None:
-            self._supervisor = Supervisor(self._on_rank_exit, self._drain_releases)
-        self._generation += 1
-        inbox = create_memory("parallel-diffusion-in")
-        spec = GroupSpec(
-            kind=key.kind,
-            generation=self._generation,
-            ranks=_rank_specs(key, gpus),
-            folder=self._folder.path / f"group_{self._generation}",
-            python=python,
-            source=self._package / "parallel_core",
-        )
-        links = self._launcher.start(spec, inbox)
-        group = Group(key, self._generation, links, ArenaWriter(inbox))
-        self.num_starts += 1
-        group.wait_ready(self.deadlines.start, poll)
-        self._groups[key] = group
-        self._supervisor.watch(group)
-        logger.info("started %d rank(s) on %s", len(links), ", ".join(key.devices))
-        return group
-
-    def _retire_idle_neighbours(self, key: GroupKey) -> None:
-        """Ends groups that share a device with `key` and hold nothing: their processes only take memory."""
-        for other in list(self._groups.values()):
-            if other.key != key and set(other.key.devices) & set(key.devices) and not self.ledger.of_group(other.key):
-                other.shutdown()
-                self._forget(other)
-
-    def _forget(self, group: Group) -> None:
-        group.kill()
-        self.ledger.drop_group(group.key)
-        if self._groups.get(group.key) is group:
-            del self._groups[group.key]
-
-    def _on_rank_exit(self, group: Group, rank: int) -> None:
-        """From the supervisor: a rank's process has ended. While a request runs, that request reports it instead."""
-        if not group.lock.acquire(blocking=False):
-            return
-        try:
-            if group.alive:
-                ended = next(link for link in group.links if link.rank == rank)
-                logger.warning(
-                    "rank %d (%s) ended while idle (%s); the next prompt starts new ranks. %s",
-                    rank, ended.device, ended.ending(), ended.log_tail(),
-                )  # fmt: skip
-                group.kill()
-        finally:
-            group.lock.release()
+            return self._groups.get(key, self.deadlines.start, poll)
 
     # -- requests --------------------------------------------------------------------------------------------------
 
@@ -203,31 +130,47 @@ class Engine:
                 self.ledger.drop_group(group.key)
             raise
 
-    def ensure_loaded(self, spec: ModelSpec, poll: Poll | None = None) -> Group:
-        """The group of `spec` with its model resident on the devices: loads or takes it out of the park when needed."""
+    def ensure_loaded(self, spec: ModelSpec, poll: Poll | None = None) -> None:
+        """Makes the model of `spec` resident on its devices: loads it, or takes it out of the park."""
+        with self.using(spec, poll):
+            pass
+
+    @contextmanager
+    def using(self, spec: ModelSpec, poll: Poll | None = None) -> Iterator[Group]:
+        """The group of `spec` with the model resident, and nobody else's until the block ends."""
         group = self.group(spec.group, poll)
         if spec.key not in group.loaded:
             self._release_orphans(spec)
         with group.lock:
             holding = self.ledger.get(spec.group, spec.key)
             if holding is None or spec.key not in group.loaded:
-                self._make_room(spec.estimated_bytes(), keep=())
-                self._load(group, spec, poll)
+                self._make_room(group, spec.estimated_bytes(), keep=())
+                self._load(group, spec)
             elif not holding.resident:
-                self._make_room(holding.device_bytes, keep=(holding,))
-                self.ledger.touch(spec.group, spec.key)  # ranks bring parked weights back when they use them
+                self._make_room(group, holding.device_bytes, keep=(holding,))
+                self._load(group, spec)  # the ranks have it and only bring it back
             else:
                 self.ledger.touch(spec.group, spec.key)
-        return group
+            # A load is finished and noted before Cancel counts: what the ranks hold is always known here.
+            if poll is not None and poll():
+                raise Cancelled(f"Cancelled after loading {spec.label}.")
+            yield group
 
-    def _load(self, group: Group, spec: ModelSpec, poll: Poll | None) -> None:
+    def is_resident(self, spec: ModelSpec) -> bool:
+        """Whether the weights are on the devices now."""
+        holding = self.ledger.get(spec.group, spec.key)
+        return self._groups.find(spec.group) is not None and holding is not None and holding.resident
+
+    def _load(self, group: Group, spec: ModelSpec) -> None:
         try:
             replies = self.request_group(
-                group, spec.load_request(), deadline=self.deadlines.load, label=f"loading {spec.label}", poll=poll
+                group, spec.load_request(), deadline=self.deadlines.load, label=f"loading {spec.label}"
             )
         except RankError:
             if group.alive:  # some ranks may hold it, others not: none shall
                 self.request_group(group, Release(key=spec.key))
+                group.loaded.discard(spec.key)
+                self.ledger.drop(spec.group, spec.key)
             raise
         by_device: dict[str, int] = {}
         for reply in replies:
@@ -237,13 +180,17 @@ class Engine:
         self.ledger.record(spec.group, spec.key, spec.label, by_device)
         logger.info("loaded %s: %s", spec.label, ", ".join(f"{d} {s / 1e6:.0f} MB" for d, s in by_device.items()))
 
-    def _make_room(self, needed: Mapping[str, int], keep: Sequence[Holding]) -> None:
-        """Asks the host program, then parks our own models, least recently used first."""
+    def _make_room(self, group: Group, needed: Mapping[str, int], keep: Sequence[Holding]) -> None:
+        """Asks the host program, then parks our own models, least recently used first. CPU ranks share one memory."""
         needed = {device: size + WORKSPACE_BYTES for device, size in needed.items() if device.startswith("cuda:")}
+        if not needed:
+            return
         if self._free_host is not None:
             for device, size in needed.items():
                 self._free_host(device, size)
-        free = {device: self._memory(device, 1).free for device in needed}
+        free: dict[str, int] = {}
+        for reply in self.request_group(group, Status()):
+            free.update(reply.data["free_bytes"])
         for holding in self.ledger.to_yield(needed, free, keep):
             if self._park(holding):
                 self._notices.append(f"{holding.label} left the devices to make room")
@@ -263,15 +210,20 @@ class Engine:
 
     def _park(self, holding: Holding) -> bool:
         """True when it yields. A group in the middle of a request does not: its model is in use."""
-        group = self._groups.get(holding.group)
-        if group is None or not group.alive or group.ended_ranks():
+        group = self._groups.find(holding.group)
+        if group is None:
             self.ledger.drop(holding.group, holding.key)
             return True
         if not group.lock.acquire(timeout=1.0):
             return False
         try:
-            self.request_group(group, Park(key=holding.key))
-            self.ledger.park(holding.group, holding.key)
+            on_gpus = sum(size for device, size in holding.device_bytes.items() if device.startswith("cuda:"))
+            if on_gpus > self._host()[0] * HOST_SHARE:
+                logger.warning("%s does not fit the host's memory; it will be read again", holding.label)
+                self._release(holding.group, holding.key)
+            else:
+                self.request_group(group, Park(key=holding.key))
+                self.ledger.park(holding.group, holding.key)
         finally:
             group.lock.release()
         return True
@@ -288,18 +240,16 @@ class Engine:
         config has changed drops the old object before it makes the new one, and its weights must not be read again.
         """
         self._references.drop((group, key))
-        if self._supervisor is not None:
-            self._supervisor.wake()
+        self._groups.wake()
 
     def release_later(self, group: GroupKey, key: str) -> None:
         """Gives a model's memory back as soon as its group is free. Never blocks."""
         self._releases.append((group, key))
-        if self._supervisor is not None:
-            self._supervisor.wake()
+        self._groups.wake()
 
     def _release(self, key: GroupKey, model: str) -> None:
-        group = self._groups.get(key)
-        if group is not None and group.alive and model in group.loaded and not group.ended_ranks():
+        group = self._groups.find(key)
+        if group is not None and model in group.loaded:
             self.request_group(group, Release(key=model))
             group.loaded.discard(model)
         self.ledger.drop(key, model)
@@ -323,7 +273,7 @@ class Engine:
 
     def _try_release(self, key: GroupKey, model: str) -> bool:
         """False when the group is busy."""
-        group = self._groups.get(key)
+        group = self._groups.find(key)
         if group is None:
             self.ledger.drop(key, model)
             return True
@@ -346,34 +296,17 @@ class Engine:
 
     # -- looking and ending ----------------------------------------------------------------------------------------
 
-    def memory_of(self, device: str, num_cpu_ranks: int = 1) -> Memory:
-        """Memory of a device now."""
-        return self._memory(device, num_cpu_ranks)
+    def total_memory(self, device: str, num_cpu_ranks: int) -> int:
+        """Bytes of a GPU, or a CPU rank's equal share of the machine's memory."""
+        for gpu in self.list_devices():
+            if gpu.name == device:
+                return gpu.total_bytes
+        return self._host()[1] // num_cpu_ranks
 
     def status(self) -> list[dict[str, Any]]:
         """One entry per living group; see `status.group_status`."""
-        with self._lock:
-            groups = [group for group in self._groups.values() if group.alive and not group.ended_ranks()]
-        return [group_status(group, self.ledger, self.deadlines.short) for group in groups]
+        return [group_status(group, self.ledger, self.deadlines.short) for group in self._groups.living()]
 
     def shutdown(self) -> None:
         """Ends all ranks and removes the run folder. The engine starts anew when it is used again."""
-        with self._lock:
-            if self._supervisor is not None:
-                self._supervisor.close()
-                self._supervisor = None
-            for group in list(self._groups.values()):
-                group.shutdown()
-                self._forget(group)
-            if self._folder is not None:
-                self._folder.close()
-                self._folder = None
-
-
-def _rank_specs(key: GroupKey, gpus: Sequence[DeviceInfo]) -> tuple[RankSpec, ...]:
-    if key.kind == "placement":
-        return (RankSpec(rank=0, devices=key.devices, visible_devices=tokens_for(key.devices, gpus)),)
-    return tuple(
-        RankSpec(rank=rank, devices=(device,), visible_devices=tokens_for((device,), gpus))
-        for rank, device in enumerate(key.devices)
-    )
+        self._groups.shutdown()

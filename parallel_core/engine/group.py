@@ -29,6 +29,7 @@ FAILURE_GRACE = 2.0
 ranks stuck in a collective do not make anyone wait."""
 _POLL_INTERVAL = 0.05
 _EXIT_GRACE = 5.0
+_BUSY_PATIENCE = 1.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -128,8 +129,11 @@ class Group:
         names the operation in errors ("forward, step 3 of 20").
         """
         with self.lock:
-            self._next_id += 1
             pending = _Pending(operation=label or request.operation)
+            if not self.alive:
+                gone = self._failure(self.links[0], pending.operation, "RankDied", "the ranks have just been ended")
+                raise RankError([gone], "The next prompt starts new ones.")
+            self._next_id += 1
             refs = self.inbox.write(tensors or {})
             frame = {
                 "id": self._next_id,
@@ -150,7 +154,7 @@ class Group:
         for link in self.links:
             try:
                 link.sock.sendall(data)
-            except (BrokenPipeError, ConnectionResetError):
+            except OSError:  # the rank has closed its end
                 pending.closed.add(link.rank)
 
     def _collect(self, pending: _Pending, deadline: float, poll: Callable[[], bool] | None) -> bool:
@@ -272,8 +276,12 @@ class Group:
                 self.inbox.close()
 
     def shutdown(self) -> None:
-        """Asks the ranks to end, and sees to it that they do."""
-        with self.lock:
+        """Asks the ranks to end, and sees to it that they do. Ranks in the middle of a request are not asked."""
+        if not self.lock.acquire(timeout=_BUSY_PATIENCE):
+            for link in self.links:
+                link.kill()  # whoever is waiting for them hears of it and does the rest
+            return
+        try:
             if not self.alive:
                 return
             pending = _Pending(operation="shutdown")
@@ -284,6 +292,8 @@ class Group:
                 while link.process.poll() is None and time.monotonic() < until:
                     time.sleep(0.01)
             self.kill()
+        finally:
+            self.lock.release()
 
 
 def _failure_from(error: Mapping[str, Any], link: RankLink, operation: str) -> RankFailure:

@@ -65,10 +65,6 @@ class Ledger:
         """Everything a group holds."""
         return [holding for holding in self._holdings.values() if holding.group == group]
 
-    def device_bytes(self, device: str) -> int:
-        """Bytes of resident models on `device`."""
-        return sum(h.device_bytes.get(device, 0) for h in self._holdings.values() if h.resident)
-
     def to_yield(self, needed: Mapping[str, int], free: Mapping[str, int], keep: Sequence[Holding]) -> list[Holding]:
         """The holdings to park so that `needed` bytes fit into `free` bytes on every device: least recently used first.
 

@@ -5,12 +5,16 @@ Watches process descriptors (pidfd), never the ranks' sockets, so it cannot take
 
 from __future__ import annotations
 
+import contextlib
+import logging
 import os
 import select
 import threading
 from collections.abc import Callable
 
 from .group import Group
+
+logger = logging.getLogger("parallel_diffusion")
 
 
 class Supervisor:
@@ -35,15 +39,15 @@ class Supervisor:
 
     def wake(self) -> None:
         """Makes the thread look again. Safe to call from anywhere, the garbage collector included."""
-        try:
-            os.write(self._wake_write, b"x")
-        except (BlockingIOError, OSError):
-            return  # the pipe is full, so it will wake anyway; or closed, so there is nobody to wake
+        if not self._closing:
+            with contextlib.suppress(OSError):  # the pipe is full, so it will wake anyway
+                os.write(self._wake_write, b"x")
 
     def close(self) -> None:
         """Ends the thread."""
         self._closing = True
-        self.wake()
+        with contextlib.suppress(OSError):
+            os.write(self._wake_write, b"x")
         if self._thread is not threading.current_thread():
             self._thread.join(timeout=5.0)
 
@@ -60,7 +64,10 @@ class Supervisor:
                     os.read(self._wake_read, 4096)
                 else:
                     self._ended(descriptor)
-            self._on_wake()
+            try:
+                self._on_wake()
+            except Exception:  # this thread is needed as long as the process lives
+                logger.exception("carrying out releases failed")
         with self._lock:
             for descriptor in (self._wake_read, self._wake_write, *self._watched):
                 os.close(descriptor)
@@ -70,4 +77,7 @@ class Supervisor:
         with self._lock:
             group, rank = self._watched.pop(descriptor)
             os.close(descriptor)
-        self._on_exit(group, rank)
+        try:
+            self._on_exit(group, rank)
+        except Exception:  # see _run
+            logger.exception("handling the end of rank %d failed", rank)

@@ -14,8 +14,9 @@ from torch import Tensor
 
 from ..protocol import Request
 from ..text_spec import EncodeText, LoadText, TextSource
-from .engine import Engine, Poll
+from .engine import Engine
 from .group import GroupKey
+from .groups import Poll
 from .models import spec_key
 
 
@@ -121,14 +122,14 @@ def encode(
     holding = engine.ledger.get(model.group, model.key)
     kept = holding is not None and holding.resident
     try:
-        group = engine.ensure_loaded(model, poll)
-        (reply,) = engine.request_group(
-            group,
-            EncodeText(key=model.key, prompts=list(prompts), max_sequence_length=max_sequence_length),
-            deadline=engine.deadlines.first,
-            label=f"encoding with the {model.label}",
-            poll=poll,
-        )
+        with engine.using(model, poll) as group:
+            (reply,) = engine.request_group(
+                group,
+                EncodeText(key=model.key, prompts=list(prompts), max_sequence_length=max_sequence_length),
+                deadline=engine.deadlines.first,
+                label=f"encoding with the {model.label}",
+                poll=poll,
+            )
     finally:
         if not keep_loaded:
             engine.release_later(model.group, model.key)

@@ -17,7 +17,8 @@ from ..errors import UserError
 from ..families.base import Family, SeamCall
 from ..plan import ParallelPlan, PlanChoice, resolve
 from ..protocol import Forward
-from .engine import Engine, Poll
+from .engine import Engine
+from .groups import Poll
 from .models import TransformerSpec
 
 Segment = tuple[int, int, int]
@@ -36,6 +37,7 @@ class RunStatistics:
     choice: PlanChoice | None = None
     num_steps: int = 0
     num_batches: int = 0
+    """The most batches that one rank ran one after the other in an evaluation."""
     seconds: float = 0.0
     peak_bytes: dict[str, int] = field(default_factory=dict)
 
@@ -67,7 +69,7 @@ class RemoteTransformer:
         Rows are dealt to the replicas in order; rows that agree in every shape and in what they share run as one batch,
         as large as the device's memory allows, whatever calls they come from.
         """
-        _check_finite_shapes(calls)
+        _check_row_counts(calls)
         choice = self.choose(sum(call.num_rows for call in calls))
         slots, tensors = _slots(calls)
         assignments = share_rows(
@@ -81,23 +83,24 @@ class RemoteTransformer:
             replicas=choice.plan.replicas,
             ulysses=choice.plan.ulysses,
             tensor=choice.plan.tensor,
+            first=self.statistics.num_steps == 0,
             calls=slots,
             assignments=[[[list(segment) for segment in batch] for batch in batches] for batches in assignments],
         )
-        group = self.engine.ensure_loaded(self.spec, poll)
         deadlines = self.engine.deadlines
         deadline = deadlines.step if self.statistics.num_steps else deadlines.first
-        started = time.monotonic()
-        replies = self.engine.request_group(group, request, tensors, deadline=deadline, label=label, poll=poll)
-        self.statistics.seconds += time.monotonic() - started
+        with self.engine.using(self.spec, poll) as group:
+            started = time.monotonic()
+            replies = self.engine.request_group(group, request, tensors, deadline=deadline, label=label, poll=poll)
+            self.statistics.seconds += time.monotonic() - started
         self._note(choice, assignments, replies)
         return _assemble(calls, [reply.tensors for reply in replies])
 
     def _rows_at_once(self, call: SeamCall, plan: ParallelPlan) -> int:
         """Rows of `call` that fit one batch, from the device's total memory: the same on every run on this machine."""
         world = plan.world_size
-        device = min(plan.devices, key=lambda name: self.engine.memory_of(name, world).total)
-        room = self.engine.memory_of(device, world).total - self.spec.estimated_bytes()[device]
+        total, device = min((self.engine.total_memory(name, world), name) for name in plan.devices)
+        room = total - self.spec.estimated_bytes()[device]
         element = torch.empty((), dtype=call.rows[next(iter(call.rows))].dtype).element_size()
         per_row = self.family.activation_bytes(self.config, call, element) // plan.ulysses
         return max(1, int(room * _ACTIVATION_SHARE) // max(1, per_row))
@@ -105,13 +108,14 @@ class RemoteTransformer:
     def _note(self, choice: PlanChoice, assignments: Sequence[Sequence[Batch]], replies: Sequence[Any]) -> None:
         self.statistics.choice = choice
         self.statistics.num_steps += 1
-        self.statistics.num_batches = max(len(batches) for batches in assignments)
+        batches = max(len(batches) for batches in assignments)
+        self.statistics.num_batches = max(self.statistics.num_batches, batches)
         for reply in replies:
             peak = int(reply.data["memory"]["peak"])
             self.statistics.peak_bytes[reply.device] = max(peak, self.statistics.peak_bytes.get(reply.device, 0))
 
 
-def _check_finite_shapes(calls: Sequence[SeamCall]) -> None:
+def _check_row_counts(calls: Sequence[SeamCall]) -> None:
     for call in calls:
         wrong = {name: tensor.shape[0] for name, tensor in call.rows.items() if tensor.shape[0] != call.num_rows}
         if wrong:

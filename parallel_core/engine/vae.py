@@ -15,8 +15,9 @@ from torch import Tensor
 
 from ..protocol import Request
 from ..vae_spec import DecodeVae, EncodeVae, LoadVae, TileSize, VaeSpec
-from .engine import Engine, Poll
+from .engine import Engine
 from .group import GroupKey
+from .groups import Poll
 from .models import spec_key
 
 Progress = Callable[[int, int], None]
@@ -104,15 +105,15 @@ class RemoteVae:
         given, wanted = names
         parts: list[Tensor] = []
         for rows in torch.split(batch.to(getattr(torch, self.spec.vae.dtype)), len(self.spec.devices)):
-            group = self.engine.ensure_loaded(self.spec, poll)
-            replies = self.engine.request_group(
-                group,
-                request,
-                {given: rows},
-                deadline=self.engine.deadlines.first,
-                label=f"{request.operation} by the {self.spec.label}",
-                poll=poll,
-            )
+            with self.engine.using(self.spec, poll) as group:
+                replies = self.engine.request_group(
+                    group,
+                    request,
+                    {given: rows},
+                    deadline=self.engine.deadlines.first,
+                    label=f"{request.operation} by the {self.spec.label}",
+                    poll=poll,
+                )
             parts += [reply.tensors[wanted].float() for reply in replies if wanted in reply.tensors]
             if progress is not None:
                 progress(sum(map(len, parts)), len(batch))

@@ -187,13 +187,13 @@ def _check_conditioning(cond: Mapping[str, Any], config: Config) -> None:
 
 
 def _prepare(rows: Mapping[str, torch.Tensor], shared: Mapping[str, torch.Tensor]) -> dict[str, Any]:
-    """Arguments of FluxTransformer2DModel.forward. Times stay float32: see `_keep_times_in_float32`."""
+    """Arguments of FluxTransformer2DModel.forward. Times stay float32: see `_embed_times_as_comfyui`."""
     return {
         "hidden_states": rows["img"],
         "encoder_hidden_states": rows["txt"],
         "pooled_projections": rows["y"],
         "timestep": rows["timesteps"].float(),
-        "guidance": rows["guidance"].float() if "guidance" in rows else None,
+        "guidance": rows.get("guidance"),
         "img_ids": shared["img_ids"],
         "txt_ids": shared["txt_ids"],
         "return_dict": False,
@@ -205,11 +205,13 @@ def _finish(output: Any) -> torch.Tensor:
     return tensor
 
 
-def _keep_times_in_float32(model: torch.nn.Module) -> None:
-    """Makes the time and guidance embedding start from float32 values, as in BFL's code and in ComfyUI.
+def _embed_times_as_comfyui(model: torch.nn.Module) -> None:
+    """Makes the embeddings of time and guidance start from the values that ComfyUI's own model starts from.
 
-    diffusers rounds timestep and guidance to the model's dtype before it multiplies by 1000 (bfloat16: 0.9873 becomes
-    988), which shifts the whole picture. It also has no way to leave guidance out, which FluxDisableGuidance asks for.
+    diffusers rounds the timestep to the model's dtype before it multiplies by 1000 (bfloat16: 0.9873 becomes 988),
+    which shifts the whole picture; ComfyUI keeps it in float32. Guidance comes in the model's dtype in both and is
+    multiplied there (bfloat16: 3.5 becomes 3504). diffusers also has no way to leave guidance out, which
+    FluxDisableGuidance asks for.
     """
     times: dict[str, torch.Tensor | None] = {}
     embed: Any = model.time_text_embed
@@ -257,7 +259,7 @@ FAMILY = Family(
     ),
     prepare=_prepare,
     finish=_finish,
-    on_loaded=_keep_times_in_float32,
+    on_loaded=_embed_times_as_comfyui,
     cp_segments=("encoder_hidden_states", "hidden_states"),
     tp_replicated_output=(
         "transformer_blocks.*.norm1.linear",

@@ -12,11 +12,15 @@ _NOT_INHERITED = (
     "PYTHONHOME",
     "PYTHONPATH",
     "PYTHONSTARTUP",
+    "PYTHONSAFEPATH",
     "VIRTUAL_ENV",
     "CUDA_VISIBLE_DEVICES",
     # ComfyUI sets backend:cudaMallocAsync for its own process; a rank chooses its own allocator.
     "PYTORCH_CUDA_ALLOC_CONF",
     "PYTORCH_ALLOC_CONF",
+    # Some plans would honour it and others not; which kernel runs is not the environment's choice.
+    "DIFFUSERS_ATTN_BACKEND",
+    "DIFFUSERS_ATTN_CHECKS",
     # Left over from a launcher around ComfyUI, they would describe another job.
     "MASTER_ADDR",
     "MASTER_PORT",

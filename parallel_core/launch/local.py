@@ -6,7 +6,9 @@ nothing of what ranks compute or when they should end.
 
 from __future__ import annotations
 
+import contextlib
 import json
+import logging
 import os
 import queue
 import signal
@@ -21,7 +23,10 @@ from ..arena import ArenaReader, create_memory
 from ..protocol import PROTOCOL_VERSION, FrameReader
 from .environment import rank_environment, threads_per_rank
 
+logger = logging.getLogger("parallel_diffusion")
+
 _STDERR_LINES = 50
+_KILL_PATIENCE = 10.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,8 +72,12 @@ class RankLink:
     def kill(self) -> None:
         """SIGKILL to the rank's own session, which holds nothing but the rank and its children."""
         if self.process.poll() is None:
-            os.killpg(self.process.pid, signal.SIGKILL)
-            self.process.wait()
+            with contextlib.suppress(ProcessLookupError):  # it has ended by itself just now
+                os.killpg(self.process.pid, signal.SIGKILL)
+            try:
+                self.process.wait(timeout=_KILL_PATIENCE)
+            except subprocess.TimeoutExpired:
+                logger.warning("rank %d does not end; it is stuck in the kernel (a driver, a network disk)", self.rank)
 
     def ending(self) -> str:
         """How the process ended, for a person: "killed by SIGKILL", "exit code 1", "still running"."""
@@ -152,18 +161,24 @@ def _start_rank(spec: GroupSpec, rank: RankSpec, inbox: int) -> RankLink:
         threads=threads_per_rank(os.environ, len(spec.ranks)),
     )
     log_path = spec.folder / f"rank_{rank.rank}.log"
-    with log_path.open("wb") as log:
-        process = subprocess.Popen(
-            [str(spec.python), "-m", "parallel_core.worker", json.dumps(config)],
-            cwd=spec.folder,
-            env=environment,
-            stdin=subprocess.DEVNULL,
-            stdout=log,
-            stderr=log,
-            pass_fds=(theirs.fileno(), inbox, outbox),
-            start_new_session=True,
-        )
-    theirs.close()
+    try:
+        with log_path.open("wb") as log:
+            process = subprocess.Popen(
+                [str(spec.python), "-m", "parallel_core.worker", json.dumps(config)],
+                cwd=spec.folder,
+                env=environment,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                pass_fds=(theirs.fileno(), inbox, outbox),
+                start_new_session=True,
+            )
+    except OSError:
+        os.close(outbox)
+        ours.close()
+        raise
+    finally:
+        theirs.close()
     link = RankLink(rank, process, ours, outbox)
     link.log_path = log_path
     return link

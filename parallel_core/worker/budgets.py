@@ -9,19 +9,13 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
+from ..host import host_memory
 from ..max_memory import DISK, HOST
 
 ACTIVATION_BYTES = 512 * 1024**2
 """Kept free on each GPU for what encoding itself takes: T5-XXL at 512 tokens needs about 0.3 GB beside its weights."""
 HOST_SHARE = 0.9
 """Of the host's available memory, what weights may take; the rest is for everybody else."""
-
-
-def available_host_bytes() -> int:
-    """Memory that the system can hand out without swapping."""
-    with open("/proc/meminfo", encoding="ascii") as stream:
-        fields = dict(line.split(":", 1) for line in stream)
-    return int(fields["MemAvailable"].split()[0]) * 1024
 
 
 def free_budgets(devices: Sequence[str], limits: Mapping[str, int]) -> dict[str, int]:
@@ -31,7 +25,7 @@ def free_budgets(devices: Sequence[str], limits: Mapping[str, int]) -> dict[str,
     take that much of it, the others share the rest equally, and the host itself has what then remains. The files
     count only when `limits` names them.
     """
-    host = int(available_host_bytes() * HOST_SHARE)
+    host = int(host_memory()[0] * HOST_SHARE)
     if devices[0].startswith("cuda:"):
         free = {
             device: max(0, torch.cuda.mem_get_info(index)[0] - ACTIVATION_BYTES) for index, device in enumerate(devices)

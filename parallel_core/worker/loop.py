@@ -24,6 +24,7 @@ from ..protocol import FrameReader, ProtocolError, TensorRef, encode_frame
 from .bootstrap import HangTimer, RankConfig
 from .worker import Result, Worker
 
+_LOG_CHARACTERS = 4000
 _COLLECTIVE_TIMEOUT = timedelta(minutes=30)  # the controller's deadlines are shorter and say more
 
 
@@ -35,7 +36,7 @@ class _LogCollector(logging.Handler):
         self.records: list[dict[str, Any]] = []
 
     def emit(self, record: logging.LogRecord) -> None:
-        self.records.append({"level": record.levelno, "message": self.format(record)})
+        self.records.append({"level": record.levelno, "message": self.format(record)[:_LOG_CHARACTERS]})
 
     def take(self) -> list[dict[str, Any]]:
         """What has come since the last call, at most 50 records."""

@@ -1,6 +1,6 @@
 """The rank's models: keyed by spec, resident on the device or parked in host memory, with a ledger in bytes.
 
-Knows no family and no plan; a model is anything with parameters and an `undo`.
+Knows no family and no plan; a model is anything with parameters and a `close`.
 """
 
 from __future__ import annotations

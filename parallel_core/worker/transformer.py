@@ -66,6 +66,8 @@ def load(worker: Worker, request: LoadTransformer, tensors: Inputs) -> Result:
 
 def forward(worker: Worker, request: Forward, tensors: Inputs) -> Result:
     """Evaluates this replica's batches; the first rank of each replica returns them as "call:first:last" tensors."""
+    if request.first:
+        worker.restart_peak()
     model = worker.store.use(request.key)
     plan: _AppliedPlan = model.extra["plan"]
     plan.switch(worker.meshes.get((request.replicas, request.ulysses, request.tensor)))

@@ -5,7 +5,6 @@ Owns the table and what every operation may use. Knows neither how requests come
 
 from __future__ import annotations
 
-import resource
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -105,13 +104,28 @@ class Worker:
         return ", ".join(f"{name} {size / 1e9:.2f} GB" for name, size in memory.items())
 
     def memory(self) -> dict[str, int]:
-        """Bytes: "allocated" and "peak" on the GPU, or "resident" and "peak" of the process on a CPU rank."""
+        """Bytes this rank takes: "now" and at most, "peak", since `restart_peak`.
+
+        On a GPU what torch has allocated; on a CPU rank the process's anonymous memory, of which only "now" is known.
+        """
         if self.device.type == "cuda":
             return {
-                "allocated": torch.cuda.memory_allocated(self.device),
+                "now": torch.cuda.memory_allocated(self.device),
                 "peak": torch.cuda.max_memory_allocated(self.device),
             }
-        return {"resident": _resident_bytes(), "peak": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024}
+        resident = _resident_bytes()
+        return {"now": resident, "peak": resident}
+
+    def restart_peak(self) -> None:
+        """Begins to measure the peak anew."""
+        if self.device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(self.device)
+
+    def free_bytes(self) -> dict[str, int]:
+        """What each GPU of this rank has free, by the controller's names; nothing for CPU ranks."""
+        if self.device.type != "cuda":
+            return {}
+        return {name: torch.cuda.mem_get_info(index)[0] for index, name in enumerate(self.devices)}
 
     def close(self) -> None:
         """Gives everything back."""
@@ -141,8 +155,14 @@ def _ping(worker: Worker, request: Ping, tensors: Inputs) -> Result:
 
 
 def _status(worker: Worker, request: Status, tensors: Inputs) -> Result:
-    ledger = worker.store.ledger()
-    return Result(data={"memory": worker.memory(), "models": ledger, "num_loads": worker.store.num_loads})
+    return Result(
+        data={
+            "memory": worker.memory(),
+            "free_bytes": worker.free_bytes(),
+            "models": worker.store.ledger(),
+            "num_loads": worker.store.num_loads,
+        }
+    )
 
 
 def _park(worker: Worker, request: Park, tensors: Inputs) -> Result:

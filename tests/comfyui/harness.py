@@ -115,6 +115,8 @@ class Comfy:
 
     def __enter__(self) -> Comfy:
         self.server.start()
+        loaded = self.client.get("/object_info/PD_LoadParallelTransformer")
+        assert loaded, f"ComfyUI could not import the package; the log:\n{self.log()[-5000:]}"
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *rest: object) -> None:

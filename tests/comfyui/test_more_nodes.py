@@ -1,4 +1,4 @@
-"""Other nodes of ComfyUI that change a MODEL, a sampler or a condition: with ours they do what they do with ComfyUI's own.
+"""Other nodes of ComfyUI that change a MODEL, a sampler or a condition do with ours what they do with ComfyUI's own.
 
 Each is run on the reference and on two ranks; test_parity has the workflows that the product is made for.
 """
@@ -58,18 +58,19 @@ def perp_neg(graph: Graph, model: Node) -> Node:
 
 
 def regional_prompts(graph: Graph, model: Node) -> Node:
-    """Three positive prompts of different lengths: for all, for a mask, for an area; one of them for a part of the run."""
-    positive, negative = prompts(graph, CASE)
+    """Three positive prompts of different lengths: for all, for a mask, for an area and half of the run."""
+    case = replace(CASE, width=128, height=112)
+    positive, negative = prompts(graph, case)
     here = graph.add("TestConditioning", tokens=9, seed=301)
-    mask = graph.add("TestMask", width=64, height=64, seed=5)
+    mask = graph.add("TestMask", width=128, height=112, seed=5)
     here = graph.add("ConditioningSetMask", conditioning=here, mask=mask, strength=0.8, set_cond_area="default")
     there = graph.add("TestConditioning", tokens=40, seed=302)
-    area = {"width": 32, "height": 48, "x": 16, "y": 0, "strength": 1.0}
+    area = {"width": 64, "height": 96, "x": 48, "y": 0, "strength": 1.0}
     there = graph.add("ConditioningSetArea", conditioning=there, **area)
     there = graph.add("ConditioningSetTimestepRange", conditioning=there, start=0.0, end=0.5)
     for more in (here, there):
         positive = graph.add("ConditioningCombine", conditioning_1=positive, conditioning_2=more)
-    return sample(graph, model, CASE, positive, negative, empty_latent(graph, CASE))
+    return sample(graph, model, case, positive, negative, empty_latent(graph, case))
 
 
 def split_sigmas(graph: Graph, model: Node) -> Node:
@@ -99,16 +100,22 @@ def split_sigmas(graph: Graph, model: Node) -> Node:
 WORKFLOWS: dict[str, Workflow] = {
     "LazyCache": with_model("LazyCache", **EASY_CACHE),
     "ScaleROPE": with_model("ScaleROPE", scale_x=1.5, shift_x=2.0, scale_y=0.5, shift_y=-1.0, scale_t=1.0, shift_t=0.5),
-    "context windows over the batch": with_model(
+    "context windows": with_model(
         "ContextWindowsManual",
-        replace(CASE, batch=5),
-        context_length=3,
-        context_overlap=1,
+        replace(CASE, height=160, batch=1),
+        context_length=8,
+        context_overlap=2,
         context_schedule="standard_static",
         context_stride=1,
         closed_loop=False,
         fuse_method="pyramid",
-        dim=0,
+        dim=2,
+        # what came after 0.3.75, which ignores it
+        latent_retain_index_list="",
+        cond_retain_index_list="",
+        freenoise=False,
+        causal_window_fix=False,
+        split_conds_to_windows=False,
     ),
     "RescaleCFG": with_model("RescaleCFG", multiplier=0.7),
     "CFGZeroStar": with_model("CFGZeroStar"),

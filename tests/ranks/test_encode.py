@@ -145,7 +145,7 @@ def test_host_and_disk_come_last_and_give_the_same_values(folder: Path, offload:
 
 
 def test_cpu_ranks_share_the_hosts_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(budgets, "available_host_bytes", lambda: 1000)
+    monkeypatch.setattr(budgets, "host_memory", lambda: (1000, 2000))
     assert free_budgets(RANKS, {}) == {"cpu:0": 450, "cpu:1": 450, "cpu": 0}
     assert free_budgets(RANKS, {"cpu:0": 100}) == {"cpu:0": 100, "cpu:1": 800, "cpu": 0}
     assert free_budgets(RANKS, {"cpu:0": 100, "cpu:1": 200, "disk": 7}) == {
@@ -158,7 +158,7 @@ def test_cpu_ranks_share_the_hosts_memory(monkeypatch: pytest.MonkeyPatch) -> No
 
 def test_gpus_keep_room_for_encoding_itself(monkeypatch: pytest.MonkeyPatch) -> None:
     gigabyte = 1024**3
-    monkeypatch.setattr(budgets, "available_host_bytes", lambda: 10 * gigabyte)
+    monkeypatch.setattr(budgets, "host_memory", lambda: (10 * gigabyte, 20 * gigabyte))
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda index: ([8 * gigabyte, gigabyte // 4][index], 16 * gigabyte))
     assert free_budgets(("cuda:2", "cuda:3"), {}) == {
         "cuda:2": int(7.5 * gigabyte),

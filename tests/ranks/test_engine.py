@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import signal
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -16,8 +17,6 @@ import pytest
 import torch
 
 from parallel_core.engine import Engine, GroupKey
-from parallel_core.engine.devices import Memory
-from parallel_core.engine.engine import Deadlines
 from parallel_core.engine.models import TransformerSpec
 from parallel_core.engine.transformer import RemoteTransformer
 from parallel_core.errors import Cancelled, RankError, RankUserError
@@ -142,7 +141,7 @@ def test_a_batch_larger_than_memory_runs_in_waves(folder: Path) -> None:
     calls = [call(5, text=4)]
     weights = 2_000_000
     per_row = FAMILY.activation_bytes(CONFIG, calls[0], 4)
-    engine = make_engine(memory=lambda device, ranks: Memory(free=0, total=weights + 3 * per_row))
+    engine = make_engine(host=lambda: (0, weights + 3 * per_row))
     try:
         model = remote(engine, folder, ParallelPlan(devices=("cpu:0",)))
         assert_close(model.evaluate(calls, label="forward"), expected(calls))
@@ -320,12 +319,45 @@ def test_cancel_drains_the_ranks_and_keeps_them(engine: Engine, folder: Path) ->
     assert_close(model.evaluate(calls, label="forward"), expected(calls))
 
 
-def test_ranks_that_cannot_start_say_why(tmp_path: Path) -> None:
-    engine = make_engine(deadlines=Deadlines(start=60.0), memory=lambda device, ranks: Memory(free=0, total=1))
-    engine._environ = {**engine._environ, "PARALLEL_DIFFUSION_PYTHON": str(tmp_path / "no-python")}
+def test_a_python_that_is_not_there_is_named(tmp_path: Path) -> None:
+    engine = make_engine(python=str(tmp_path / "no-python"))
     with pytest.raises(ValueError, match="PARALLEL_DIFFUSION_PYTHON"):
         engine.request(GroupKey(devices=TWO), Ping())
-    assert engine.status() == []
+    assert engine.num_starts == 0
+
+
+def test_ranks_that_die_while_starting_fail_the_start_at_once(tmp_path: Path) -> None:
+    """The interpreter passes the check of its packages, but as a rank it ends with a message."""
+    python = tmp_path / "python"
+    python.write_text(
+        f'#!/bin/sh\n[ "$2" = parallel_core.worker ] && {{ echo "no room on device" >&2; exit 3; }}\n'
+        f'exec "{sys.executable}" "$@"\n'
+    )
+    python.chmod(0o755)
+    engine = make_engine(python=str(python))
+    try:
+        with pytest.raises(RankError, match="(?s)in start: RankDied: .*exit code 3.*no room on device"):
+            engine.request(GroupKey(devices=TWO), Ping())
+        assert engine.status() == []
+    finally:
+        engine.shutdown()
+
+
+def test_cancel_while_loading_leaves_nothing_unknown_on_the_ranks(engine: Engine, tmp_path: Path) -> None:
+    model = remote(engine, write_transformer(tmp_path / "cancelled"), ParallelPlan(devices=TWO, replicas=2))
+    with pytest.raises(Cancelled):
+        model.ensure_loaded(poll=lambda: True)
+    assert engine.is_resident(model.spec), "the load was finished and noted, so the next prompt is warm"
+    engine.release_later(model.spec.group, model.spec.key)
+    assert not holds(engine, model)
+
+
+def test_ranks_that_were_just_ended_are_not_asked(engine: Engine) -> None:
+    group = engine.group(GroupKey(devices=TWO))
+    group.kill()
+    with pytest.raises(RankError, match="have just been ended"):
+        engine.request_group(group, Ping(), {"large": torch.zeros(1 << 20)})
+    assert len(engine.request(GroupKey(devices=TWO), Ping())) == 2
 
 
 # ----- ends -----
@@ -351,18 +383,51 @@ def test_the_thread_that_first_asked_may_end(own_engine: Engine) -> None:
 
 @pytest.mark.slow
 def test_shutdown_leaves_nothing(own_engine: Engine) -> None:
+    descriptors = len(os.listdir("/proc/self/fd"))
+    threads = threading.active_count()
     key = GroupKey(devices=TWO)
     own_engine.request(key, Ping())
     links = own_engine.group(key).links
-    assert own_engine._folder is not None
-    folder = own_engine._folder.path
+    folder = links[0].log_path.parent.parent
     assert folder.stat().st_mode & 0o777 == 0o700
-    descriptors = len(os.listdir("/proc/self/fd"))
     own_engine.shutdown()
     assert all(link.process.poll() is not None for link in links)
     assert not folder.exists()
-    assert len(os.listdir("/proc/self/fd")) < descriptors
+    assert len(os.listdir("/proc/self/fd")) == descriptors
+    assert threading.active_count() <= threads + 1, "the launcher's thread stays, ranks' lives hang on it"
     assert len(own_engine.request(key, Ping())) == 2, "an engine that was shut down starts anew"
+
+
+@pytest.mark.slow
+def test_shutdown_does_not_wait_for_a_request_in_flight(own_engine: Engine) -> None:
+    key = GroupKey(devices=TWO)
+    group = own_engine.group(key)
+    os.kill(group.links[0].process.pid, signal.SIGSTOP)  # so that the request cannot end
+    errors: list[BaseException] = []
+
+    def ask() -> None:
+        try:
+            own_engine.request_group(group, Ping())
+        except RankError as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=ask)
+    thread.start()
+    while group.lock.acquire(blocking=False):  # until the thread is in its request
+        group.lock.release()
+    started = time.monotonic()
+    own_engine.shutdown()
+    thread.join(timeout=10)
+    assert time.monotonic() - started < 10
+    assert errors and all(link.process.poll() is not None for link in group.links)
+
+
+@pytest.mark.slow
+def test_encoders_and_transformer_keep_their_processes(own_engine: Engine) -> None:
+    """A workflow uses both kinds in every prompt: neither may end the other."""
+    mesh, placement = GroupKey(devices=TWO), GroupKey(devices=TWO, kind="placement")
+    groups = [own_engine.group(key) for key in (placement, mesh, placement, mesh)]
+    assert groups[0] is groups[2] and groups[1] is groups[3]
 
 
 @pytest.mark.slow
