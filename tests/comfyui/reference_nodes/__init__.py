@@ -3,7 +3,7 @@
 It is linked into a test server's custom_nodes; nothing of it is part of the product.
 """
 
-from . import inputs, interference, probes, reference_flux, reference_vae
+from . import inputs, interference, probes, reference_flux, reference_vae, wrappers
 
 NODE_CLASS_MAPPINGS = {
     **reference_flux.NODES,
@@ -11,4 +11,5 @@ NODE_CLASS_MAPPINGS = {
     **inputs.NODES,
     **interference.NODES,
     **probes.NODES,
+    **wrappers.NODES,
 }
