@@ -82,13 +82,14 @@ def test_another_workflow_gives_the_memory_of_the_last_one_back(comfy: Comfy, la
 
 def test_dropping_comfyuis_cache_gives_everything_back(comfy: Comfy, large_bytes: int) -> None:
     sample(comfy, LARGE)
-    loaded = resident(comfy)
+    ranks, loaded = comfy.ranks(), resident(comfy)
     comfy.free_until(
-        lambda: all(now < before - 0.9 * large_bytes for now, before in zip(resident(comfy), loaded, strict=False)),
+        lambda: all(now < before - 0.9 * large_bytes for now, before in zip(resident(comfy), loaded, strict=True)),
         seconds=GC_SECONDS,
         what="the ranks gave the weights back",
         free_memory=True,
     )
+    assert comfy.ranks() == ranks, "given back by living ranks"
     assert comfy.state()["patchers"] == []
     assert comfy.state()["models"] == []
     assert holdings(comfy) == []
