@@ -92,7 +92,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--encoder-steps", type=int, default=1000)
     parser.add_argument("--vae-steps", type=int, default=1600)
-    parser.add_argument("--transformer-steps", type=int, default=5000)
+    parser.add_argument("--transformer-steps", type=int, default=8500)
     arguments = parser.parse_args()
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")
     torch.set_num_threads(1)

@@ -8,6 +8,7 @@ Does not know: what the product computes.
 from __future__ import annotations
 
 import os
+import re
 import signal
 import time
 import uuid
@@ -69,6 +70,13 @@ def command_line(pid: int) -> list[str]:
         return Path(f"/proc/{pid}/cmdline").read_bytes().decode(errors="replace").split("\0")
     except (FileNotFoundError, ProcessLookupError):
         return []
+
+
+def rank_number(line: str) -> int:
+    """The rank that a command line starts."""
+    found = re.search(r'"rank": (\d+)', line)
+    assert found, line
+    return int(found[1])
 
 
 def mapped_files(pid: int) -> set[str]:
@@ -163,12 +171,17 @@ class Comfy:
         assert outcome.status == "error", f"expected an error, got {outcome.status}"
         return outcome.error_text
 
-    def ranks(self) -> list[int]:
-        """The process ids of the server's mesh ranks (not those that encoders are placed on), sorted."""
+    def ranks(self, *, group_of: int | None = None) -> list[int]:
+        """The process ids of the server's mesh ranks (not those that encoders are placed on), rank 0 first.
+
+        group_of: only those of the group of so many ranks.
+        """
         pid = self.server.pid
         assert pid is not None
+        wanted = [RANK_MODULE, '"kind": "mesh"'] + ([f'"world_size": {group_of}'] if group_of else [])
         lines = {child: " ".join(command_line(child)) for child in descendants(pid)}
-        return sorted(child for child, line in lines.items() if RANK_MODULE in line and '"kind": "mesh"' in line)
+        chosen = {child: line for child, line in lines.items() if all(part in line for part in wanted)}
+        return sorted(chosen, key=lambda child: (rank_number(chosen[child]), child))
 
     def free_until(self, condition: Callable[[], Any], *, seconds: float, what: str, free_memory: bool = False) -> None:
         """/free, until it has shown effect.

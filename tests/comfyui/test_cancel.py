@@ -28,7 +28,7 @@ def sample(comfy: Comfy, plan: str) -> torch.Tensor:
 @pytest.mark.parametrize("plan", ["ulysses 2", "tensor 2", "replicas 2"])
 def test_cancel_ends_within_two_steps_and_keeps_the_ranks(comfy: Comfy, plan: str) -> None:
     before = sample(comfy, plan)
-    ranks = comfy.ranks()
+    ranks = comfy.ranks(group_of=2)
     graph = Graph()
     latent = ksampler(graph, load_parallel(graph, PLANS[plan]), SLOW)
     graph.add("TestSaveLatent", samples=latent, name=f"cancelled-{plan}")
@@ -46,20 +46,20 @@ def test_cancel_ends_within_two_steps_and_keeps_the_ranks(comfy: Comfy, plan: st
     waited = time.monotonic() - cancelled[0]
     assert outcome.status == "interrupted"
     assert waited <= 2 * max(later - earlier for earlier, later in zip(steps, steps[1:], strict=False)) + MESSAGES
-    assert comfy.ranks() == ranks
+    assert comfy.ranks(group_of=2) == ranks
     assert torch.equal(sample(comfy, plan), before)
-    assert comfy.ranks() == ranks
+    assert comfy.ranks(group_of=2) == ranks
 
 
 @pytest.mark.full
 def test_cancel_while_the_ranks_start(comfy: Comfy) -> None:
     before = sample(comfy, "ulysses 2")
-    known = comfy.ranks()
+    known = comfy.ranks(group_of=2)
     graph = Graph()
     latent = ksampler(graph, load_parallel(graph, {"devices": "cpu:3", "replicas": 3}), QUICK)
     graph.add("TestSaveLatent", samples=latent, name="cancelled-start")
     prompt_id = comfy.client.queue(graph.prompt)
-    started = wait_until(lambda: set(comfy.ranks()) - set(known), seconds=60, what="a rank of the new group")
+    started = wait_until(lambda: set(comfy.ranks(group_of=3)) - set(known), seconds=60, what="a rank of the new group")
     comfy.client.interrupt()
     cancelled = time.monotonic()
     assert comfy.client.wait(prompt_id).status == "interrupted"

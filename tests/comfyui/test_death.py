@@ -29,6 +29,11 @@ def sample(comfy: Comfy) -> torch.Tensor:
     return comfy.latents(graph, ksampler(graph, load_parallel(graph, PLANS[PLAN]), QUICK))
 
 
+def two(comfy: Comfy) -> list[int]:
+    """The two ranks of PLAN: none when they are gone."""
+    return comfy.ranks(group_of=2)
+
+
 def long_prompt(model: str = "tiny-flux") -> Graph:
     graph = Graph()
     latent = ksampler(graph, load_parallel(graph, PLANS[PLAN], model=model), LONG)
@@ -44,12 +49,12 @@ def assert_failed_with_the_cause(outcome: Outcome, died: float, comfy: Comfy) ->
     assert "cpu:1" in outcome.error_text
     assert "SIGKILL" in outcome.error_text
     assert waited < SECONDS
-    assert comfy.ranks() == []
+    assert two(comfy) == []
 
 
 def test_a_rank_dies_while_sampling(comfy: Comfy) -> None:
     before = sample(comfy)
-    _, second = comfy.ranks()
+    _, second = two(comfy)
     died: list[float] = []
 
     def kill_in_the_third_step(event: Event) -> None:
@@ -64,7 +69,7 @@ def test_a_rank_dies_while_sampling(comfy: Comfy) -> None:
 
 def test_a_rank_dies_while_loading(comfy: Comfy, models: Path) -> None:
     before = sample(comfy)
-    _, second = comfy.ranks()
+    _, second = two(comfy)
     weights = models / "diffusers" / "hollow-flux" / "transformer" / WEIGHTS
     prompt_id = comfy.client.queue(long_prompt("hollow-flux").prompt)
     wait_until(lambda: str(weights) in mapped_files(second), seconds=60, what="rank 1 reads the weights")
@@ -78,11 +83,11 @@ def test_a_rank_dies_while_loading(comfy: Comfy, models: Path) -> None:
 
 def test_a_rank_dies_while_starting(comfy: Comfy) -> None:
     before = sample(comfy)
-    for rank in comfy.ranks():
+    for rank in two(comfy):
         kill(rank)
-    wait_until(lambda: not comfy.ranks(), seconds=SECONDS, what="no rank lives")
+    wait_until(lambda: not two(comfy), seconds=SECONDS, what="no rank lives")
     prompt_id = comfy.client.queue(long_prompt().prompt)
-    _, second = wait_until(lambda: len(comfy.ranks()) == 2 and comfy.ranks(), seconds=60, what="two new ranks")
+    _, second = wait_until(lambda: len(two(comfy)) == 2 and two(comfy), seconds=60, what="two new ranks")
     kill(second)
     died = time.monotonic()
     assert_failed_with_the_cause(comfy.client.wait(prompt_id), died, comfy)
@@ -91,7 +96,7 @@ def test_a_rank_dies_while_starting(comfy: Comfy) -> None:
 
 def test_a_rank_dies_while_idle(comfy: Comfy) -> None:
     before = sample(comfy)
-    first, second = comfy.ranks()
+    first, second = two(comfy)
     logged = len(comfy.log())
     kill(second)
     wait_until(lambda: "SIGKILL" in comfy.log()[logged:], seconds=SECONDS, what="the log says that a rank was killed")
@@ -108,7 +113,7 @@ def test_comfyui_dies_while_sampling(new_comfy: Callable[..., Comfy]) -> None:
 
         def kill_comfyui(event: Event) -> None:
             if event.kind == "progress" and event.data["value"] == 2:
-                family.extend(comfy.ranks())
+                family.extend(two(comfy))
                 kill(pid)
                 died.append(time.monotonic())
 
@@ -124,6 +129,6 @@ def test_ctrl_c_leaves_nothing(new_comfy: Callable[..., Comfy]) -> None:
     """SIGINT, as from a terminal. SIGTERM, as from a service manager, is how all servers of these tests are stopped."""
     with new_comfy() as comfy:
         sample(comfy)
-        assert len(comfy.ranks()) == 2
+        assert len(two(comfy)) == 2
         assert list(comfy.temporary.iterdir())
         comfy.stop(signal.SIGINT)

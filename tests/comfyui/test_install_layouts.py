@@ -38,19 +38,19 @@ def test_another_name_a_space_in_the_path_and_a_second_server(
     comfy: Comfy, new_comfy: Callable[..., Comfy], copied_package: Path, rank_python: Path, tmp_path: Path
 ) -> None:
     expected = sample(comfy)
-    ranks = comfy.ranks()
+    ranks = comfy.ranks(group_of=2)
     base = tmp_path / "a base folder"
     env = {"PARALLEL_DIFFUSION_PYTHON": str(rank_python)}
     with new_comfy(base, env=env, package=copied_package, name=copied_package.name) as second:
         assert torch.equal(sample(second), expected)
-        others = second.ranks()
+        others = second.ranks(group_of=2)
         assert len(others) == 2
         assert set(others).isdisjoint(ranks)
         assert torch.equal(sample(comfy), expected)
-        assert comfy.ranks() == ranks
+        assert comfy.ranks(group_of=2) == ranks
     assert not any(map(alive, others))
     assert torch.equal(sample(comfy), expected)
-    assert comfy.ranks() == ranks
+    assert comfy.ranks(group_of=2) == ranks
 
 
 def collected(folder: Path) -> set[str]:

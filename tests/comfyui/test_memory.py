@@ -50,24 +50,24 @@ def holdings(comfy: Comfy) -> list[tuple[int, int]]:
 @pytest.mark.parametrize("plan", ["ulysses 2", "tensor 2"])
 def test_free_parks_the_weights_and_the_next_prompt_needs_no_disk(comfy: Comfy, models: Path, plan: str) -> None:
     before = sample(comfy, "other-flux", plan)
-    ranks = comfy.ranks()
+    ranks = comfy.ranks(group_of=2)
     resident = holdings(comfy)
     assert all(device > 0 and host == 0 for device, host in resident)
     parked = [(0, device) for device, _ in resident]
     comfy.free_until(lambda: holdings(comfy) == parked, seconds=20, what="all bytes are in host memory")
     with other_weights(models / "diffusers" / "other-flux" / "transformer" / WEIGHTS):
         assert torch.equal(sample(comfy, "other-flux", plan), before)
-    assert comfy.ranks() == ranks
+    assert comfy.ranks(group_of=2) == ranks
 
 
 def resident(comfy: Comfy) -> list[int]:
     """Bytes of memory of each rank."""
-    return [resident_bytes(rank) for rank in comfy.ranks()]
+    return [resident_bytes(rank) for rank in comfy.ranks(group_of=2)]
 
 
 def test_another_workflow_gives_the_memory_of_the_last_one_back(comfy: Comfy, large_bytes: int) -> None:
     sample(comfy, SMALL)
-    ranks, idle = comfy.ranks(), resident(comfy)
+    ranks, idle = comfy.ranks(group_of=2), resident(comfy)
     sample(comfy, LARGE)
     assert all(now > before + 0.9 * large_bytes for now, before in zip(resident(comfy), idle, strict=True))
     sample(comfy, SMALL)
@@ -76,20 +76,20 @@ def test_another_workflow_gives_the_memory_of_the_last_one_back(comfy: Comfy, la
         seconds=GC_SECONDS,
         what="the ranks gave the weights back",
     )
-    assert comfy.ranks() == ranks
+    assert comfy.ranks(group_of=2) == ranks
     assert len(comfy.state()["patchers"]) == 1
 
 
 def test_dropping_comfyuis_cache_gives_everything_back(comfy: Comfy, large_bytes: int) -> None:
     sample(comfy, LARGE)
-    ranks, loaded = comfy.ranks(), resident(comfy)
+    ranks, loaded = comfy.ranks(group_of=2), resident(comfy)
     comfy.free_until(
         lambda: all(now < before - 0.9 * large_bytes for now, before in zip(resident(comfy), loaded, strict=True)),
         seconds=GC_SECONDS,
         what="the ranks gave the weights back",
         free_memory=True,
     )
-    assert comfy.ranks() == ranks, "given back by living ranks"
+    assert comfy.ranks(group_of=2) == ranks, "given back by living ranks"
     assert comfy.state()["patchers"] == []
     assert comfy.state()["models"] == []
     assert holdings(comfy) == []

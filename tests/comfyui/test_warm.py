@@ -44,14 +44,14 @@ def test_a_second_prompt_starts_no_process_and_loads_nothing(
         assert distance(ours, expected[case]) <= FP32_TOLERANCE, (plan, case)
 
     check(FIRST, "ulysses 2")
-    ranks = comfy.ranks()
+    ranks = comfy.ranks(group_of=2)
     assert len(ranks) == 2
     with other_weights(models / "diffusers" / MODEL / "transformer" / WEIGHTS):
         for plan in ("ulysses 2", "replicas 2"):
             for change in CHANGES.values():
                 check(replace(FIRST, **change), plan)
         check(FIRST, "ulysses 2")
-        assert comfy.ranks() == ranks
+        assert comfy.ranks(group_of=2) == ranks
 
 
 def test_changed_weights_are_noticed(comfy: Comfy, models: Path) -> None:

@@ -1,4 +1,4 @@
-"""The demo model that ships in example_models: complete, small, offline, repeatable, and it draws what it is asked for."""
+"""The demo model that ships in example_models: complete, small, offline, repeatable, and it draws what it is asked."""
 
 from __future__ import annotations
 

@@ -26,7 +26,7 @@ logger = logging.getLogger(__name__)
 SIZES = {(64, 64): 8192, (64, 96): 384, (96, 64): 384, (96, 96): 384, (96, 160): 384, (128, 128): 384}
 SQUARE_CHANCE = 0.85  # of a batch to be 64x64; the other sizes share the rest
 TEXT_LENGTHS = (10, 10, 10, 10, 10, 10, 16, 16, 32, 32, 64, 128, 256, 512)  # the longest plain prompt has 9 tokens
-TOKENS_PER_BATCH = 1536
+TOKENS_PER_BATCH = 768
 NEIGHBOURS = (  # rows and columns
     *((-1, 0), (1, 0), (0, -1), (0, 1), (-1, -1), (-1, 1), (1, -1), (1, 1), (-2, 0), (2, 0), (0, -2), (0, 2)),
     *((-1, 0), (1, 0), (0, -1), (0, 1), (-3, 0), (3, 0), (0, 0), (0, 0)),
@@ -155,7 +155,7 @@ def _optimizers(transformer: FluxTransformer2DModel) -> list[torch.optim.Optimiz
     matrices = [value for name, value in named if "transformer_blocks." in name and value.dim() == 2]
     others = [value for name, value in named if "transformer_blocks." not in name or value.dim() != 2]
     return [
-        torch.optim.Muon(matrices, lr=6e-3, weight_decay=0.01, adjust_lr_fn="match_rms_adamw"),
+        torch.optim.Muon(matrices, lr=8e-3, weight_decay=0.01, adjust_lr_fn="match_rms_adamw"),
         torch.optim.AdamW(others, lr=2e-3, betas=(0.9, 0.99), weight_decay=0.01),
     ]
 
