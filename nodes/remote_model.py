@@ -60,6 +60,9 @@ def _meta_model(remote: RemoteTransformer) -> Any:
     model = model_config.get_model({}, "", device=torch.device("meta"))
     seam = _Seam(remote, getattr(type(model.diffusion_model), side.seam))
     setattr(model.diffusion_model, side.seam, seam)
+    for module in model.diffusion_model.modules():
+        if module is not model.diffusion_model and next(module.parameters(recurse=False), None) is not None:
+            module.register_forward_pre_hook(_refuse_local)
     # ComfyUI splits batches by the memory it has here, where none is needed: what runs where must not depend on it.
     model.memory_required = _no_memory
     model.state_dict_for_saving = _refuse_saving
@@ -73,6 +76,14 @@ def _known_fields(side: ComfySide, config: Mapping[str, Any]) -> dict[str, Any]:
     params = resolve_class(side.params_class)
     known = {field.name for field in dataclasses.fields(params)} | {"image_model"}
     return {name: value for name, value in wanted.items() if name in known}
+
+
+def _refuse_local(module: torch.nn.Module, args: Any) -> None:
+    """Nothing with weights is called here, unless a node has put its own code in the place of the seam (TeaCache)."""
+    raise UserError(
+        "A node runs the model's blocks with its own code in ComfyUI's process, where no weight is. Remove that node, "
+        "or use ComfyUI's own Load Diffusion Model for this workflow."
+    )
 
 
 def _refuse_saving(*args: Any, **kwargs: Any) -> None:

@@ -37,6 +37,13 @@ def test_guidance_that_skips_layers_in_the_middle_of_a_step_is_refused(comfy: Co
     assert "puts its own code into the model's blocks (patches_replace: dit" in comfy.failure(graph)
 
 
+def test_code_in_the_place_of_the_seam_is_refused(comfy: Comfy) -> None:
+    graph = Graph()
+    replaced = graph.add("TestOwnForward", model=load_parallel(graph, PLANS["one rank"]))
+    graph.add("TestSaveLatent", samples=ksampler(graph, replaced, CASE), name="never")
+    assert "runs the model's blocks with its own code in ComfyUI's process" in comfy.failure(graph)
+
+
 def test_a_compute_dtype_of_another_node_is_refused(comfy: Comfy) -> None:
     graph = Graph()
     changed = graph.add("ModelComputeDtype", model=load_parallel(graph, PLANS["one rank"]), dtype="bf16")

@@ -7,6 +7,7 @@ Does not know: whose MODEL it is.
 
 from __future__ import annotations
 
+import unittest.mock
 from typing import Any
 
 import comfy.patcher_extension
@@ -57,4 +58,23 @@ class TestSteeredModel(_Model):
         return (patched,)
 
 
-NODES = {"TestMixingGuidance": TestMixingGuidance, "TestSteeredModel": TestSteeredModel}
+class TestOwnForward(_Model):
+    """Puts its own code in the place of the function that goes to the ranks, as TeaCache does."""
+
+    def apply(self, model: Any) -> tuple[Any]:
+        def around(apply_model: Any, arguments: dict[str, Any]) -> Any:
+            flux = model.model.diffusion_model
+            ours = type(flux).forward_orig.__get__(flux)
+            with unittest.mock.patch.multiple(flux, forward_orig=ours):
+                return apply_model(arguments["input"], arguments["timestep"], **arguments["c"])
+
+        patched = model.clone()
+        patched.set_model_unet_function_wrapper(around)
+        return (patched,)
+
+
+NODES = {
+    "TestMixingGuidance": TestMixingGuidance,
+    "TestOwnForward": TestOwnForward,
+    "TestSteeredModel": TestSteeredModel,
+}
