@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import comfy.model_management
 import torch
 from comfy_api.latest import io
 
-from ..parallel_core.engine import Engine
-from ..parallel_core.engine.text import Encoded, TextModel, encode
+from ..parallel_core.engine.text import Encoded, RemoteText, TextModel, encode
 from ..parallel_core.errors import UserError
 from ..parallel_core.families.text_registry import TEXT_FAMILIES
 from ..parallel_core.max_memory import parse_max_memory
@@ -77,18 +75,6 @@ def comfy_syntax(prompt: str) -> list[str]:
     return [f"ComfyUI's {text!r}" for text in dict.fromkeys(found)]
 
 
-@dataclass(frozen=True)
-class RemoteText:
-    """The controller's handle of encoders that stay loaded."""
-
-    engine: Engine
-    spec: TextModel
-
-    def ensure_loaded(self, poll: Callable[[], bool] | None = None) -> None:
-        """Makes the weights resident."""
-        self.engine.ensure_loaded(self.spec, poll)
-
-
 _kept: dict[tuple[str, ...], RemotePatcher] = {}
 """What keep_loaded holds, by devices: as long as it stands here, ComfyUI can free it like a model of its own."""
 
@@ -98,7 +84,7 @@ def keep(model: TextModel) -> None:
     known = _kept.get(model.devices)
     if known is None or known.remote.spec.key != model.key:
         _kept[model.devices] = RemotePatcher(
-            WeightlessModel(RemoteText(engine(), model)),
+            WeightlessModel(RemoteText(engine=engine(), spec=model)),
             load_device=comfy.model_management.get_torch_device(),
             offload_device=comfy.model_management.text_encoder_offload_device(),
         )

@@ -88,6 +88,18 @@ def _shares(placement: str, room: Mapping[str, int], total: int) -> dict[str, in
 
 
 @dataclass(frozen=True, kw_only=True)
+class RemoteText:
+    """The controller's handle of encoders that stay loaded: a spec, never a live process."""
+
+    engine: Engine
+    spec: TextModel
+
+    def ensure_loaded(self, poll: Poll | None = None) -> None:
+        """Makes the weights resident."""
+        self.engine.ensure_loaded(self.spec, poll)
+
+
+@dataclass(frozen=True, kw_only=True)
 class Encoded:
     """Encoded prompts: per prompt its outputs by conditioning key, each [1, ...]; and what there is to tell.
 
