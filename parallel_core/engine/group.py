@@ -75,6 +75,8 @@ class Group:
         self.alive = True
         self.loaded: set[str] = set()
         """Keys of what the ranks' stores hold."""
+        self.last_use = time.monotonic()
+        """When the last request ended."""
         self._next_id = 0
         self._poller = select.poll()
         self._by_descriptor = {link.sock.fileno(): link for link in links}
@@ -146,6 +148,7 @@ class Group:
             self._send(encode_frame(frame), pending)
             cancelled = self._collect(pending, deadline, poll)
             replies = [self._reply(link, pending.frames[link.rank]) for link in self.links]
+            self.last_use = time.monotonic()
             if cancelled:
                 raise Cancelled(f"Cancelled during {pending.operation}.")
             return replies

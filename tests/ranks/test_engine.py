@@ -264,10 +264,22 @@ def test_a_rank_killed_while_idle_is_replaced_by_the_next_request(engine: Engine
     model = remote(engine, folder, ParallelPlan(devices=TWO, ulysses=2))
     calls = [call(1, text=4)]
     model.evaluate(calls, label="forward")
-    victim = engine.group(model.spec.group).links[1].process
-    os.kill(victim.pid, signal.SIGKILL)
-    victim.wait(timeout=5)
+    group = engine.group(model.spec.group)
+    group.last_use -= 60  # as if it had been a minute
+    os.kill(group.links[1].process.pid, signal.SIGKILL)
     assert_close(model.evaluate(calls, label="forward"), expected(calls))
+
+
+@pytest.mark.slow
+def test_ranks_that_hang_while_idle_are_replaced_too(engine: Engine, folder: Path) -> None:
+    model = remote(engine, folder, ParallelPlan(devices=TWO, ulysses=2))
+    calls = [call(1, text=4)]
+    model.evaluate(calls, label="forward")
+    group = engine.group(model.spec.group)
+    group.last_use -= 60
+    os.kill(group.links[1].process.pid, signal.SIGSTOP)
+    assert_close(model.evaluate(calls, label="forward"), expected(calls))
+    assert not group.alive
 
 
 def test_a_rank_killed_during_a_request_is_named_with_its_signal(engine: Engine) -> None:
