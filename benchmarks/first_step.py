@@ -5,9 +5,7 @@
 
 from __future__ import annotations
 
-import tempfile
 import time
-from pathlib import Path
 
 from benchmarks import setup
 from benchmarks.overhead import build, sampler
@@ -15,11 +13,7 @@ from benchmarks.overhead import build, sampler
 
 def main() -> None:
     """Runs all of it."""
-    setup.one_thread()
-    with tempfile.TemporaryDirectory() as folder:
-        models = Path(folder)
-        setup.write_flux(models / "bench", **setup.COMPUTE_BOUND)
-        setup.load_comfyui(models)
+    with setup.bench("bench", **setup.COMPUTE_BOUND):
         runtime = setup.load_package("nodes.runtime")
         plans = setup.load_package("parallel_core.plan")
         for num_ranks in (1, 2):

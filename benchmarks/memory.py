@@ -6,7 +6,6 @@ parameters as a part of the whole.
 
 from __future__ import annotations
 
-import tempfile
 from pathlib import Path
 
 from benchmarks import setup
@@ -28,11 +27,7 @@ def main() -> None:
     """Runs all of it."""
     import torch
 
-    setup.one_thread()
-    with tempfile.TemporaryDirectory() as folder:
-        models = Path(folder)
-        setup.write_flux(models / "large", torch.bfloat16, **ONE_BLOCK_EACH)
-        setup.load_comfyui(models)
+    with setup.bench("large", torch.bfloat16, **ONE_BLOCK_EACH):
         runtime = setup.load_package("nodes.runtime")
         plans = setup.load_package("parallel_core.plan")
         devices = ("cpu:0", "cpu:1")
@@ -46,8 +41,8 @@ def main() -> None:
             setup.say(f"{plan.describe()}: {whole / 1e6:.0f} MB of weights; this process grew by {grown:.0f} MB")
             for rank in runtime.engine().status()[0]["ranks"]:
                 held = sum(entry["device_bytes"] for entry in rank["models"].values())
-                peak = rank["memory"]["peak"] / 1e6
-                setup.say(f"  rank {rank['rank']}: {held / whole:.3f} of the weights, peak resident {peak:.0f} MB")
+                resident = rank["memory"]["now"] / 1e6
+                setup.say(f"  rank {rank['rank']}: {held / whole:.3f} of the weights, {resident:.0f} MB resident")
             del model, remote
             runtime.engine().shutdown()
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -102,11 +101,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=5)
     rounds = parser.parse_args().rounds
-    setup.one_thread()
-    with tempfile.TemporaryDirectory() as folder:
-        models = Path(folder)
-        setup.write_flux(models / "bench", **setup.COMPUTE_BOUND)
-        setup.load_comfyui(models)
+    with setup.bench("bench", **setup.COMPUTE_BOUND) as models:
         runtime = setup.load_package("nodes.runtime")
         plans = setup.load_package("parallel_core.plan")
         flux = setup.load_package("parallel_core.families.flux")
@@ -124,7 +119,6 @@ def main() -> None:
             plan = plans.ParallelPlan(devices=("cpu:0", "cpu:1"), **{axis: 2})
             runs[f"two ranks, {axis} 2"] = sampler(build(plan, "bench"))
         report(paired(runs, rounds), "one rank")
-        engine.shutdown()
 
 
 if __name__ == "__main__":

@@ -11,7 +11,9 @@ import importlib.util
 import json
 import os
 import sys
-from collections.abc import Sequence
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -66,6 +68,20 @@ def load_comfyui(models: Path) -> None:
     import utils.install_util  # noqa: F401  # before ComfyUI's nodes.py puts comfy/, which has a utils.py, in front
 
     folder_paths.add_model_folder_path("diffusers", str(models), is_default=True)
+
+
+@contextmanager
+def bench(name: str, dtype: Any = None, **config: Any) -> Iterator[Path]:
+    """One thread, ComfyUI's code, and a Flux called `name` in a models folder that goes away at the end."""
+    one_thread()
+    with tempfile.TemporaryDirectory() as folder:
+        models = Path(folder)
+        write_flux(models / name, dtype, **config)
+        load_comfyui(models)
+        try:
+            yield models
+        finally:
+            load_package("nodes.runtime").engine().shutdown()
 
 
 def write_flux(folder: Path, dtype: Any = None, **config: Any) -> Path:

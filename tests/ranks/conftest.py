@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
 from parallel_core.engine import Engine
 from tests.ranks.engines import make_engine
+from tests.tiny_flux import write_transformer
 
 
 @pytest.fixture(scope="session")
@@ -16,3 +18,9 @@ def engine() -> Iterator[Engine]:
     engine = make_engine()
     yield engine
     engine.shutdown()
+
+
+@pytest.fixture(scope="session")
+def tiny_flux(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A bare transformer folder that no test changes."""
+    return write_transformer(tmp_path_factory.mktemp("models") / "tiny")
