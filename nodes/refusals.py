@@ -23,7 +23,7 @@ def refuse_sampling(
     options: Mapping[str, Any],
 ) -> None:
     """`UserError` for the first thing about this sampling run that would make the picture wrong."""
-    _refuse_latent(noise_shape, patcher.model.latent_format.latent_channels, family.name)
+    _refuse_latent(noise_shape, patcher.model.latent_format, family.name)
     _refuse_model_changes(patcher)
     refuse_block_code(options.get("transformer_options", {}), family.name)
     for entries in conds.values():
@@ -31,10 +31,12 @@ def refuse_sampling(
             _refuse_conditioning(cond, family, config)
 
 
-def _refuse_latent(shape: Sequence[int], channels: int, family: str) -> None:
-    if len(shape) != 4 or shape[1] != channels:
+def _refuse_latent(shape: Sequence[int], latent_format: Any, family: str) -> None:
+    channels, is_video = latent_format.latent_channels, latent_format.latent_dimensions == 3
+    if len(shape) != 4 + is_video or shape[1] != channels:
+        frames = "frames, " if is_video else ""
         raise UserError(
-            f"The latent has shape {list(shape)}; a {family} model expects [batch, {channels}, height, width]. "
+            f"The latent has shape {list(shape)}; a {family} model expects [batch, {channels}, {frames}height, width]. "
             "It was made by another model family's VAE or empty-latent node."
         )
 

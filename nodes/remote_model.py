@@ -7,8 +7,8 @@ its wrappers run as ever. Knows families by their declarations and no process.
 
 from __future__ import annotations
 
-import dataclasses
 import inspect
+import weakref
 from collections.abc import Mapping
 from typing import Any
 
@@ -58,7 +58,7 @@ def _meta_model(remote: RemoteTransformer) -> Any:
     model_config = config_class({**unet_config, "dtype": dtype})
     model_config.set_inference_dtype(dtype, None)
     model = model_config.get_model({}, "", device=torch.device("meta"))
-    seam = _Seam(remote, getattr(type(model.diffusion_model), side.seam))
+    seam = _Seam(remote, model.diffusion_model, getattr(type(model.diffusion_model), side.seam))
     setattr(model.diffusion_model, side.seam, seam)
     for module in model.diffusion_model.modules():
         if module is not model.diffusion_model and next(module.parameters(recurse=False), None) is not None:
@@ -71,10 +71,9 @@ def _meta_model(remote: RemoteTransformer) -> Any:
 
 
 def _known_fields(side: ComfySide, config: Mapping[str, Any]) -> dict[str, Any]:
-    """The unet_config without fields that this version of ComfyUI does not have."""
+    """The unet_config without arguments that this version of ComfyUI does not have."""
     wanted = side.unet_config(config)
-    params = resolve_class(side.params_class)
-    known = {field.name for field in dataclasses.fields(params)} | {"image_model"}
+    known = {*inspect.signature(resolve_class(side.params_class)).parameters, "image_model"}
     return {name: value for name, value in wanted.items() if name in known}
 
 
@@ -137,8 +136,9 @@ class _Dispatch:
 class _Seam:
     """Stands in for the model's function that needs weights: the same arguments, the same result."""
 
-    def __init__(self, remote: RemoteTransformer, original: Any) -> None:
+    def __init__(self, remote: RemoteTransformer, model: Any, original: Any) -> None:
         self._remote = remote
+        self._model = weakref.ref(model)  # the model holds this object: a cycle would delay the release of the weights
         self._signature = inspect.signature(original)
         self._dispatch = _Dispatch(remote)
 
@@ -148,6 +148,6 @@ class _Seam:
         arguments.pop("self")
         refuse_unknown("argument", arguments, side.arguments, self._remote.family.name)
         refuse_block_code(arguments.get("transformer_options") or {}, self._remote.family.name)
-        call = side.call(arguments, self._remote.config)
+        call = side.call(self._model(), arguments, self._remote.config)
         model_input = next(iter(call.rows.values()))
         return submit(call, self._dispatch).to(device=model_input.device, dtype=model_input.dtype)

@@ -62,17 +62,19 @@ class ComfySide:
     """How ComfyUI's own class for the family is built and where its weights would be used.
 
     `config_class(config)` names the class in comfy.supported_models, `unet_config(config)` its arguments. `seam` is the
-    method of the diffusion model that is replaced: the innermost one that needs weights. `call(arguments, config)`
-    turns its bound arguments into a `SeamCall`; argument names that are not in `arguments` are refused unless None.
+    method of the diffusion model that is replaced: the innermost one that needs weights. `call(model, arguments, config)`
+    turns its bound arguments into a `SeamCall`, where `model` is ComfyUI's weightless diffusion model, for those of its
+    methods that need no weight; argument names that are not in `arguments` are refused unless None.
     """
 
     config_class: Callable[[Config], str]
     unet_config: Callable[[Config], dict[str, Any]]
     params_class: str
-    """ComfyUI's dataclass of the diffusion model's arguments: fields that it lacks in a version are left out."""
+    """What takes the unet_config in ComfyUI (the diffusion model, or a dataclass of its arguments): arguments that it
+    lacks in a version are left out."""
     seam: str
     arguments: frozenset[str]
-    call: Callable[[Mapping[str, Any], Config], SeamCall]
+    call: Callable[[Any, Mapping[str, Any], Config], SeamCall]
     conditioning: frozenset[str]
     """Conditioning keys of this family besides `GENERIC_CONDITIONING`."""
     check_conditioning: Callable[[Mapping[str, Any], Config], None]

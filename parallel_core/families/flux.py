@@ -144,7 +144,7 @@ def _unet_config(config: Config) -> dict[str, Any]:
     }
 
 
-def _call(arguments: Mapping[str, Any], config: Config) -> SeamCall:
+def _call(model: Any, arguments: Mapping[str, Any], config: Config) -> SeamCall:
     """From `forward_orig`'s arguments: img [B, L, C], txt [B, T, D], ids [B, L|T, 3], timesteps [B], y [B, P]."""
     img, txt = arguments["img"], arguments["txt"]
     rows = {"img": img, "txt": txt, "timesteps": arguments["timesteps"]}

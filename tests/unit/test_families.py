@@ -87,7 +87,7 @@ def arguments(**changed: object) -> dict[str, object]:
 
 
 def test_a_call_has_rows_and_what_they_share() -> None:
-    call = FAMILY.comfy.call(arguments(y=None), CONFIG)
+    call = FAMILY.comfy.call(None, arguments(y=None), CONFIG)
     assert call.num_rows == 2
     assert {name: tuple(t.shape) for name, t in call.shared.items()} == {"img_ids": (6, 3), "txt_ids": (5, 3)}
     assert call.rows["y"].shape == (2, 16), "no pooled output counts as zeros, as in ComfyUI"
@@ -97,8 +97,8 @@ def test_rows_at_different_positions_are_refused() -> None:
     ids = torch.zeros(2, 6, 3)
     ids[1] += 1
     with pytest.raises(UserError, match="different img_ids"):
-        FAMILY.comfy.call(arguments(img_ids=ids), CONFIG)
+        FAMILY.comfy.call(None, arguments(img_ids=ids), CONFIG)
 
 
 def test_guidance_is_left_out_where_the_model_has_none() -> None:
-    assert "guidance" not in FAMILY.comfy.call(arguments(), {**CONFIG, "guidance_embeds": False}).rows
+    assert "guidance" not in FAMILY.comfy.call(None, arguments(), {**CONFIG, "guidance_embeds": False}).rows
