@@ -62,9 +62,9 @@ class ComfySide:
     """How ComfyUI's own class for the family is built and where its weights would be used.
 
     `config_class(config)` names the class in comfy.supported_models, `unet_config(config)` its arguments. `seam` is the
-    method of the diffusion model that is replaced: the innermost one that needs weights. `call(model, arguments, config)`
-    turns its bound arguments into a `SeamCall`, where `model` is ComfyUI's weightless diffusion model, for those of its
-    methods that need no weight; argument names that are not in `arguments` are refused unless None.
+    method of the diffusion model that is replaced: the innermost one that needs weights. `call(model, arguments,
+    config)` turns its bound arguments into a `SeamCall`; `model` is ComfyUI's weightless diffusion model, for those of
+    its methods that need no weight. Argument names that are not in `arguments` are refused unless None.
     """
 
     config_class: Callable[[Config], str]
