@@ -129,7 +129,8 @@ class _Dispatch:
             outputs = remote.evaluate(calls, label=step, poll=cancel_requested)
         choice = remote.statistics.choice
         if first and choice is not None:
-            say(f"{choice.plan.describe()} ({choice.reason})")
+            note = remote.statistics.note
+            say(f"{choice.plan.describe()} ({choice.reason})" + (f"\n{note}" if note else ""))
         return outputs
 
 

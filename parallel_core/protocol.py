@@ -157,15 +157,14 @@ class Forward(Request):
 
     `calls` lists, per call, its row tensors and shared tensors by name (values are keys into the frame's tensors).
     `assignments[replica]` lists batches; a batch is a list of [call, first row, one past the last row] that are run as
-    one forward. `first`: a run begins, and what is measured over a run starts anew.
+    one forward. `first`: a run begins, and what is measured over a run starts anew. `mode`: the fields of
+    `plan.RunMode`.
     """
 
     operation: ClassVar[str] = "forward"
     key: str
     first: bool
-    replicas: int
-    ulysses: int
-    tensor: int
+    mode: dict[str, Any]
     calls: list[dict[str, dict[str, str]]]
     assignments: list[list[list[list[int]]]]
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import itertools
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import torch
@@ -20,6 +20,7 @@ from ..protocol import Forward
 from .engine import Engine
 from .groups import Poll
 from .models import TransformerSpec
+from .shares import check_shares
 
 Segment = tuple[int, int, int]
 """(call, first row, one past the last row)."""
@@ -35,6 +36,8 @@ class RunStatistics:
     """What a run did so far, for the text on a node."""
 
     choice: PlanChoice | None = None
+    note: str = ""
+    """What is unequal about the ranks' shares."""
     num_steps: int = 0
     num_batches: int = 0
     """The most batches that one rank ran one after the other in an evaluation."""
@@ -71,6 +74,7 @@ class RemoteTransformer:
         """
         _check_row_counts(calls)
         choice = self.choose(sum(call.num_rows for call in calls))
+        self.statistics.note = check_shares(choice.plan, self.family, self.config, calls)
         slots, tensors = _slots(calls)
         assignments = share_rows(
             [call.num_rows for call in calls],
@@ -80,9 +84,7 @@ class RemoteTransformer:
         )
         request = Forward(
             key=self.spec.key,
-            replicas=choice.plan.replicas,
-            ulysses=choice.plan.ulysses,
-            tensor=choice.plan.tensor,
+            mode=asdict(choice.plan.mode),
             first=self.statistics.num_steps == 0,
             calls=slots,
             assignments=[[[list(segment) for segment in batch] for batch in batches] for batches in assignments],
@@ -102,7 +104,7 @@ class RemoteTransformer:
         total, device = min((self.engine.total_memory(name, world), name) for name in plan.devices)
         room = total - self.spec.estimated_bytes()[device]
         element = torch.empty((), dtype=call.rows[next(iter(call.rows))].dtype).element_size()
-        per_row = self.family.activation_bytes(self.config, call, element) // plan.ulysses
+        per_row = self.family.activation_bytes(self.config, call, element) // plan.mode.context
         return max(1, int(room * _ACTIVATION_SHARE) // max(1, per_row))
 
     def _note(self, choice: PlanChoice, assignments: Sequence[Sequence[Batch]], replies: Sequence[Any]) -> None:

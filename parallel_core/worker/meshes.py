@@ -27,7 +27,7 @@ class MeshCache:
         self._device_type = device_type
         self._meshes: dict[tuple[int, ...], DeviceMesh] = {}  # least recently used first
 
-    def get(self, shape: tuple[int, int, int]) -> DeviceMesh:
+    def get(self, shape: tuple[int, int, int, int]) -> DeviceMesh:
         """The mesh of a plan's `shape`, whose product is the number of ranks. A collective when it is new."""
         mesh = self._meshes.pop(shape, None)
         if mesh is None:

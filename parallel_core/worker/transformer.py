@@ -15,6 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from ..families.base import Family
 from ..families.registry import family_named
 from ..parallelize import Applied, apply_plan
+from ..plan import RunMode
 from ..protocol import Forward, LoadTransformer, Request
 from .loading import LoadedTransformer, load_transformer
 from .store import StoredModel
@@ -27,22 +28,23 @@ class _AppliedPlan:
     def __init__(self, loaded: LoadedTransformer, family: Family) -> None:
         self.family = family
         self._loaded = loaded
+        self._mode: RunMode | None = None
         self._mesh: DeviceMesh | None = None
         self._applied: Applied | None = None
 
-    def switch(self, mesh: DeviceMesh) -> None:
-        """Makes the plan of `mesh` the applied one; free when it is already."""
-        if mesh is not self._mesh:
+    def switch(self, mode: RunMode, mesh: DeviceMesh) -> None:
+        """Makes `mode` the applied one; free when it is already."""
+        if mode != self._mode or mesh is not self._mesh:
             self.remove()
-            self._applied = apply_plan(self._loaded.model, self.family, self._loaded.shards, mesh)
-            self._mesh = mesh
+            self._applied = apply_plan(self._loaded.model, self.family, self._loaded.shards, mesh, mode)
+            self._mode, self._mesh = mode, mesh
 
     def remove(self) -> None:
         """Takes the plan off the model."""
         if self._applied is not None:
             self._applied.remove()
         self._applied = None
-        self._mesh = None
+        self._mode = self._mesh = None
 
 
 def load(worker: Worker, request: LoadTransformer, tensors: Inputs) -> Result:
@@ -70,15 +72,15 @@ def forward(worker: Worker, request: Forward, tensors: Inputs) -> Result:
         worker.restart_peak()
     model = worker.store.use(request.key)
     plan: _AppliedPlan = model.extra["plan"]
-    plan.switch(worker.meshes.get((request.replicas, request.ulysses, request.tensor)))
-    replica = worker.rank // (request.ulysses * request.tensor)
-    first_of_replica = worker.rank % (request.ulysses * request.tensor) == 0
+    mode = RunMode(**request.mode)
+    plan.switch(mode, worker.meshes.get(mode.shape))
+    replica, place = divmod(worker.rank, mode.ranks_per_replica)
     outputs: dict[str, torch.Tensor] = {}
     with torch.inference_mode():
         for batch in request.assignments[replica]:
             rows, shared = _gather(batch, request.calls, tensors)
             output = plan.family.finish(model.module(**plan.family.prepare(rows, shared)))
-            if first_of_replica:
+            if place == 0:
                 sizes = [last - first for _, first, last in batch]
                 for (call, first, last), part in zip(batch, output.split(sizes), strict=True):
                     outputs[f"{call}:{first}:{last}"] = part
