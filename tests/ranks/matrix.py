@@ -5,6 +5,7 @@ A cell (a model, a mode, an input) gives the numbers of one rank, or the mode is
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -12,6 +13,9 @@ from typing import Any
 from parallel_core.errors import UserError
 from parallel_core.plan import ParallelPlan
 from tests.tiny_models import family_of, full_config
+
+SHARED = {"shard_weights": True}
+OFFLOADED = {"shard_weights": True, "offload": True}
 
 MODES: dict[str, dict[str, Any]] = {
     "ulysses 2": {"ulysses": 2},
@@ -28,6 +32,11 @@ MODES: dict[str, dict[str, Any]] = {
     "ring 2 x tensor 2": {"ring": 2, "tensor": 2},
     "replicas 2 x ulysses 2": {"replicas": 2, "ulysses": 2},
     "ring 2 x ulysses 2 x tensor 2": {"ring": 2, "ulysses": 2, "tensor": 2},
+    "ulysses 2, shard_weights": {"ulysses": 2, **SHARED},
+    "ring 3, shard_weights": {"ring": 3, **SHARED},
+    "ulysses 2, shard_weights in host memory": {"ulysses": 2, **OFFLOADED},
+    "ulysses 2 x tensor 2, shard_weights": {"ulysses": 2, "tensor": 2, **SHARED},
+    "replicas 2 x ulysses 2, shard_weights": {"replicas": 2, "ulysses": 2, **SHARED},
 }
 
 
@@ -57,13 +66,21 @@ MODELS: dict[str, Model] = {
 }
 
 
+def degrees_of(mode: str) -> dict[str, int]:
+    """The fields of `RunMode` that a mode sets."""
+    return {name: value for name, value in MODES[mode].items() if name not in OFFLOADED}
+
+
+def sharing_of(mode: str) -> dict[str, bool]:
+    """How a mode divides the weights."""
+    return {name: value for name, value in MODES[mode].items() if name in OFFLOADED}
+
+
 def plan_of(mode: str) -> ParallelPlan:
     """The plan a user would have to set for a mode."""
-    degrees = MODES[mode]
-    world = 1
-    for degree in degrees.values():
-        world *= degree
-    return ParallelPlan(devices=tuple(f"cpu:{rank}" for rank in range(world)), **degrees)
+    degrees = degrees_of(mode)
+    devices = tuple(f"cpu:{rank}" for rank in range(math.prod(degrees.values())))
+    return ParallelPlan(devices=devices, shard_weights="shard_weights" in MODES[mode], **degrees)
 
 
 def refusal(model: Model, mode: str) -> str:

@@ -73,7 +73,7 @@ def test_auto_shares_rows_out_and_a_single_rows_tokens(engine: Engine, tiny_flux
         assert_close(model.evaluate(calls, label="forward"), expected(calls))
         assert model.statistics.choice is not None
         chosen.append(model.statistics.choice.plan.mode.shape)
-    assert chosen == [(1, 2, 1), (2, 1, 1)]
+    assert chosen == [(1, 1, 2, 1), (2, 1, 1, 1)]
 
 
 @pytest.mark.slow
