@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from ..attention_backends import check_masks
 from ..errors import UserError
 from ..families.base import Family, SeamCall
 from ..plan import ParallelPlan, PlanChoice, resolve
@@ -79,6 +80,8 @@ class RemoteTransformer:
         """
         _check_row_counts(calls)
         choice = self.choose(sum(call.num_rows for call in calls))
+        if any(row in call.rows for call in calls for row in self.family.mask_rows):
+            check_masks(choice.plan.attention_backend)
         self.statistics.note = check_shares(choice.plan, self.family, self.config, calls)
         slots, tensors = _slots(calls)
         assignments = share_rows(

@@ -110,6 +110,8 @@ class Family:
     """Tokens of each of `cp_segments` in a call."""
     cp_masks: Mapping[str, str] = field(default_factory=dict)
     """Arguments of the split modules that mask a segment's keys: argument -> segment. They stay whole on every rank."""
+    mask_rows: tuple[str, ...] = ()
+    """Rows of a call that are attention masks: not every attention backend takes them."""
     cp_sometimes: tuple[str, ...] = ()
     """Arguments that run along the sequence for some inputs only, told apart by their number of dimensions."""
     cp_plan: Mapping[str, Any] | None = None
