@@ -57,9 +57,7 @@ def _with_references(graph: Graph, conditioning: Node, case: QwenCase) -> Node:
         latent = graph.add("TestLatent", width=width, height=height, seed=seed, frames=1)
         conditioning = graph.add("ReferenceLatent", conditioning=conditioning, latent=latent)
     if case.method is not None:
-        conditioning = graph.add(
-            REFERENCE_METHOD_NODE, conditioning=conditioning, reference_latents_method=case.method
-        )
+        conditioning = graph.add(REFERENCE_METHOD_NODE, conditioning=conditioning, reference_latents_method=case.method)
     return conditioning
 
 

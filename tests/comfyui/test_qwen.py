@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +17,7 @@ import torch
 from tests.comfyui.graphs import Graph, Node
 from tests.comfyui.harness import Comfy
 from tests.comfyui.parity import FP32_TOLERANCE, PLANS, distance
-from tests.comfyui.qwen_pipeline import pipeline_latents, pipeline_workflow
+from tests.comfyui.qwen_pipeline import edited_latents, pipeline_latents, workflow
 from tests.comfyui.qwen_workflows import (
     EDITS,
     TEXT_TO_IMAGE,
@@ -63,6 +62,18 @@ def _covering(cases: tuple[QwenCase, ...]) -> list[Any]:
         marks = () if place % len(PARITY_PLANS) == number else (pytest.mark.full,)
         rows.append(pytest.param(plan, case, id=f"{plan}-{case.name}", marks=marks))
     return rows
+
+
+@pytest.mark.parametrize("references", [False, True], ids=["text-to-image", "edit"])
+@pytest.mark.parametrize("whose", ["comfyui", "ours"])
+def test_latents_equal_those_of_diffusers(comfy: Comfy, models: Path, whose: str, references: bool) -> None:
+    """ComfyUI's own model too: that proves the reference of the other tests."""
+    graph = Graph()
+    case = QwenCase(name="pipeline")
+    model = load_comfyuis(graph, case) if whose == "comfyui" else load_ours(graph, PLANS["one rank"], case)
+    made = comfy.latents(graph, workflow(graph, model, references=references))
+    theirs = edited_latents if references else pipeline_latents
+    assert distance(made, theirs(models / "diffusers" / case.model)) <= 1e-5
 
 
 @pytest.mark.parametrize(("plan", "case"), _covering(TEXT_TO_IMAGE + EDITS))
