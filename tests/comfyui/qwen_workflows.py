@@ -40,14 +40,16 @@ def load_comfyuis(graph: Graph, case: QwenCase, *, dtype: str = "float32") -> No
     return graph.add("TestReferenceQwen", model_name=case.model, dtype=dtype)
 
 
-def edit(graph: Graph, model: Node, case: QwenCase) -> Node:
-    """KSampler, with whatever the case asks for in front of it."""
+def edit(graph: Graph, model: Node, case: QwenCase, *, counter: str | None = None) -> Node:
+    """KSampler, with whatever the case asks for in front of it; `counter` notes the calls that reach the model."""
     positive = graph.add("TestConditioning", tokens=case.tokens, seed=100)
     negative = graph.add("TestConditioning", tokens=case.negative_tokens, seed=200, padding=case.padding)
     positive = _with_references(graph, positive, case)
     negative = _with_references(graph, negative, case) if case.negative_references else negative
     if case.easy_cache:
         model = graph.add("EasyCache", model=model, **EASY_CACHE)
+    if counter is not None:
+        model = graph.add("TestCountCalls", model=model, counter=counter)
     latent = _masked_latent(graph, case) if case.masked else empty_latent(graph, case)
     return sample(graph, model, case, positive, negative, latent)
 

@@ -38,6 +38,8 @@ def build_model(folder: Path, dtype: torch.dtype) -> Any:
     for shard in sorted(folder.glob("*.safetensors")):
         weights.update(load_file(shard))
     model = model_config.get_model({}, "", device=torch.device("cpu"))
+    # Newer versions of ComfyUI mark the 2511 model by an empty buffer; diffusers' files have no such thing.
+    weights.update({name: buffer for name, buffer in model.diffusion_model.named_buffers() if buffer.numel() == 0})
     model.diffusion_model.load_state_dict({name: tensor.to(dtype) for name, tensor in weights.items()})
     return model.eval()
 
