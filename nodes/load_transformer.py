@@ -33,7 +33,10 @@ def inspect_model(model_name: str, weight_dtype: str) -> tuple[Checkpoint, Famil
     checkpoint = read_checkpoint(find_model(model_name, "transformer"), "transformer")
     family = find_family(checkpoint)
     check_loadable(checkpoint)
-    check_shapes(checkpoint, family.expected_shapes(family.full_config(checkpoint.config)))
+    config = family.full_config(checkpoint.config)
+    if family.check_config is not None:
+        family.check_config(config)
+    check_shapes(checkpoint, family.expected_shapes(config))
     return checkpoint, family
 
 
@@ -129,7 +132,7 @@ class LoadParallelTransformer(io.ComfyNode):
                 io.Combo.Input(
                     "model_name",
                     options=list_models("transformer"),
-                    tooltip="A diffusers folder in models/diffusers (FLUX.1 dev, schnell, Krea, Kontext).",
+                    tooltip="A diffusers folder in models/diffusers (FLUX.1, Qwen-Image and their edit models).",
                 ),
                 io.Combo.Input(
                     "weight_dtype",

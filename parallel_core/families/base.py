@@ -79,6 +79,12 @@ class ComfySide:
     """Conditioning keys of this family besides `GENERIC_CONDITIONING`."""
     check_conditioning: Callable[[Mapping[str, Any], Config], None]
     """`UserError` for a conditioning whose tensors do not fit (another family's text encoder, say)."""
+    restore: Callable[[Any, Mapping[str, Any], torch.Tensor], torch.Tensor] | None = None
+    """(model, arguments, what `finish` gave) -> what the seam returns, where the two differ: the weight-free end of the
+    function that the seam stands for (tokens back to a latent, say)."""
+    needs: Mapping[str, str] = field(default_factory=dict)
+    """Arguments of `params_class` that must not be left out where `unet_config` has them, since the model would not be
+    the same without: argument -> what in the model's config asks for it, for the message."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,6 +99,8 @@ class Family:
     expected_shapes: Callable[[Config], dict[str, tuple[int, ...]]]
     """Every weight's name and shape, from the config alone."""
     num_heads: Callable[[Config], int]
+    check_config: Callable[[Config], None] | None = None
+    """`UserError` for a variant of the diffusers class that this family does not run."""
     check_plan: Callable[[Config, ParallelPlan], None]
     """`UserError` for degrees that this model cannot serve."""
     activation_bytes: Callable[[Config, SeamCall, int], int]
