@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 from comfy_api.latest import io
@@ -31,6 +32,7 @@ def inspect_model(model_name: str, weight_dtype: str) -> tuple[Checkpoint, Famil
         raise UserError(f"weight_dtype is {weight_dtype!r}; expected one of {', '.join(WEIGHT_DTYPES)}.")
     checkpoint = read_checkpoint(find_model(model_name, "transformer"), "transformer")
     family = find_family(checkpoint)
+    checkpoint = checkpoint.without(family.unused_weights)
     check_loadable(checkpoint)
     check_shapes(checkpoint, family.expected_shapes(family.full_config(checkpoint.config)))
     return checkpoint, family
@@ -41,7 +43,7 @@ def make_remote(model_name: str, weight_dtype: str, plan: ParallelPlan) -> Remot
     checkpoint, family = inspect_model(model_name, weight_dtype)
     config = family.full_config(checkpoint.config)
     dtype = checkpoint.dtype if weight_dtype == "default" else weight_dtype
-    num_bytes = checkpoint.num_elements * _BYTES[dtype]
+    num_bytes = _weight_bytes(checkpoint, family, dtype)
     room = int(_FIT_SHARE * min(engine().total_memory(device, plan.world_size) for device in plan.devices))
     fits = num_bytes <= room
     tensor = resolve(plan, rows=1, heads=family.num_heads(config), fits_one_device=fits).plan.tensor
@@ -61,6 +63,15 @@ def make_remote(model_name: str, weight_dtype: str, plan: ParallelPlan) -> Remot
         tensor=tensor,
     )
     return RemoteTransformer(engine=engine(), spec=spec, plan=plan, family=family, config=config)
+
+
+def _weight_bytes(checkpoint: Checkpoint, family: Family, dtype: str) -> int:
+    """Bytes of the loaded weights."""
+    kept = max(_BYTES[dtype], _BYTES["float32"])
+    return sum(
+        math.prod(tensor.shape) * (kept if family.is_fp32(tensor.name) else _BYTES[dtype])
+        for tensor in checkpoint.tensors.values()
+    )
 
 
 def _refuse_too_large(num_bytes: int, tensor: int, room: int, heads: int) -> None:

@@ -140,12 +140,15 @@ class _Seam:
         self._remote = remote
         self._model = weakref.ref(model)  # the model holds this object: a cycle would delay the release of the weights
         self._signature = inspect.signature(original)
+        variable = [p.name for p in self._signature.parameters.values() if p.kind is inspect.Parameter.VAR_KEYWORD]
+        self._rest = variable[0] if variable else ""  # the name of the original's **kwargs
         self._dispatch = _Dispatch(remote)
 
     def __call__(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         side = self._remote.family.comfy
         arguments = dict(self._signature.bind(None, *args, **kwargs).arguments)
         arguments.pop("self")
+        arguments.update(arguments.pop(self._rest, {}))
         refuse_unknown("argument", arguments, side.arguments, self._remote.family.name)
         refuse_block_code(arguments.get("transformer_options") or {}, self._remote.family.name)
         call = side.call(self._model(), arguments, self._remote.config)

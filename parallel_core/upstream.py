@@ -16,6 +16,7 @@ from diffusers.hooks.tensor_parallel import resolve_tp_shard_specs
 from diffusers.models import attention_dispatch
 from diffusers.models._modeling_parallel import ContextParallelInput, ContextParallelOutput
 from diffusers.models.attention_dispatch import AttentionBackendName
+from diffusers.models.attention_dispatch import dispatch_attention_fn as dispatch_attention
 from torch import nn
 
 __all__ = [
@@ -25,6 +26,7 @@ __all__ = [
     "ContextParallelOutput",
     "attention_processors",
     "context_parallel_plan",
+    "dispatch_attention",
     "release_context_attention",
     "replace_context_attention",
     "resolve_tp_shard_specs",

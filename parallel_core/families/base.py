@@ -10,6 +10,7 @@ from __future__ import annotations
 import importlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from fnmatch import fnmatch
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -112,11 +113,25 @@ class Family:
     """Where diffusers has no tensor-parallel plan or has it wrong."""
     tp_replicated_output: tuple[str, ...] = field(default=())
     """Linear layers (globs) that are sliced over the ranks too, but whose whole output every rank needs."""
+    tp_norms: tuple[str, ...] = ()
+    """RMS norms (globs) over all heads: their width is sliced like the linear before them, and their mean square is
+    taken over all tensor ranks."""
+    tp_heads: tuple[str, ...] = ()
+    """Attention modules (globs) whose `heads` counts the heads that this rank holds."""
+    fp32_weights: tuple[str, ...] = ()
+    """Weights (globs) that are held in float32 when the model runs in 16 bits; the layers' own code computes with
+    them in float32."""
+    unused_weights: tuple[str, ...] = ()
+    """Weights (globs) that some files hold and neither diffusers nor ComfyUI reads."""
 
     @property
     def class_name(self) -> str:
         """The diffusers class's own name, as config.json gives it."""
         return self.transformer.split(":")[1]
+
+    def is_fp32(self, name: str) -> bool:
+        """Whether the weight of that name keeps float32."""
+        return any(fnmatch(name, pattern) for pattern in self.fp32_weights)
 
     def full_config(self, config: Config) -> dict[str, Any]:
         """The config with the defaults filled in."""
@@ -127,6 +142,16 @@ def resolve_class(path: str) -> Any:
     """The object that "module:name" names."""
     module, name = path.split(":")
     return getattr(importlib.import_module(module), name)
+
+
+def refuse_uneven_heads(heads: int, tensor: int) -> None:
+    """`UserError` when `heads` attention heads cannot be dealt to `tensor` ranks evenly."""
+    if heads % tensor:
+        nearest = min((d for d in range(1, heads + 1) if heads % d == 0), key=lambda d: (abs(d - tensor), d))
+        raise UserError(
+            f"tensor is {tensor}, but this model's {heads} attention heads cannot be dealt to {tensor} ranks "
+            f"evenly. The nearest degree that works is tensor {nearest}; ulysses works with any number of heads."
+        )
 
 
 def refuse_unknown(what: str, given: Mapping[str, Any], understood: frozenset[str], family: str) -> None:

@@ -13,7 +13,7 @@ import torch
 
 from ..errors import UserError
 from ..plan import ParallelPlan
-from .base import ComfySide, Config, Family, SeamCall
+from .base import ComfySide, Config, Family, SeamCall, refuse_uneven_heads
 
 _PATCH = 2
 _TIME_CHANNELS = 256
@@ -100,13 +100,7 @@ def _single_block_shapes(block: str, config: Config) -> dict[str, tuple[int, ...
 
 
 def _check_plan(config: Config, plan: ParallelPlan) -> None:
-    heads = _num_heads(config)
-    if heads % plan.tensor:
-        nearest = min((d for d in range(1, heads + 1) if heads % d == 0), key=lambda d: (abs(d - plan.tensor), d))
-        raise UserError(
-            f"tensor is {plan.tensor}, but this model's {heads} attention heads cannot be dealt to {plan.tensor} ranks "
-            f"evenly. The nearest degree that works is tensor {nearest}; ulysses works with any number of heads."
-        )
+    refuse_uneven_heads(_num_heads(config), plan.tensor)
 
 
 def _activation_bytes(config: Config, call: SeamCall, element_size: int) -> int:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from ..checkpoint import Checkpoint
 from ..errors import UserError
-from . import flux
+from . import flux, wan
 from .base import Family
 
-FAMILIES: tuple[Family, ...] = (flux.FAMILY,)
+FAMILIES: tuple[Family, ...] = (flux.FAMILY, wan.FAMILY)
 
 
 def family_named(name: str) -> Family:

@@ -46,7 +46,7 @@ def load_transformer(
     Raises UserError, before any weight is read, for a folder without config or weights, damaged files, weights that do
     not fit the config and a degree that does not fit the model.
     """
-    checkpoint = read_checkpoint(folder, "transformer")
+    checkpoint = read_checkpoint(folder, "transformer").without(family.unused_weights)
     check_loadable(checkpoint)
     with init_empty_weights(include_buffers=False):
         model: nn.Module = resolve_class(family.transformer).from_config(dict(checkpoint.config))
@@ -58,8 +58,9 @@ def load_transformer(
             for name in _names_in(checkpoint, file):
                 part = _read(source, name, shards.get(name), tensor_rank, tensor_degree)
                 bytes_read += 0 if part is None else part.nbytes
+                held = torch.promote_types(dtype, torch.float32) if family.is_fp32(name) else dtype
                 # a copy even where dtype and device already fit: the file's memory map must not live on in the model
-                _put(model, name, None if part is None else part.to(device, dtype, copy=True).contiguous())
+                _put(model, name, None if part is None else part.to(device, held, copy=True).contiguous())
     model.to(device)  # buffers that the constructor computed
     model.requires_grad_(False).eval()
     if family.on_loaded is not None:
