@@ -197,7 +197,8 @@ class WanAttention:
 
 def _heads(tensor: Tensor, attn: Any) -> Tensor:
     """(B, tokens, width of this rank's heads) -> (B, tokens, heads, head width)."""
-    return tensor.unflatten(2, (attn.heads, -1))
+    split: Tensor = tensor.unflatten(2, (attn.heads, -1))
+    return split
 
 
 def _rotate(tensor: Tensor, rotation: Rotation) -> Tensor:
