@@ -57,7 +57,6 @@ def test_float32_is_kept_where_diffusers_keeps_it() -> None:
 
 def test_tensor_parallelism_slices_every_linear_of_a_block_and_its_norms() -> None:
     names = {name.rpartition(".")[0] for name in FAMILY.expected_shapes(config("i2v")) if name.startswith("blocks.0.")}
-    from fnmatch import fnmatch
 
     planned = {name for name in names if any(fnmatch(name, glob) for glob in (*FAMILY.tp_plan, *FAMILY.tp_norms))}
     assert names - planned == {"blocks.0", "blocks.0.norm2"}
