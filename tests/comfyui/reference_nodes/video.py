@@ -21,7 +21,7 @@ class _VideoVAE:
     """Encodes every video to the same random numbers."""
 
     def __init__(self, channels: int, scale: int) -> None:
-        self.channels, self.scale = channels, scale
+        self.latent_channels, self.scale = channels, scale
 
     def spacial_compression_encode(self) -> int:
         """Pixels per cell, each way."""
@@ -30,7 +30,7 @@ class _VideoVAE:
     def encode(self, pixels: torch.Tensor) -> torch.Tensor:
         """Pixels [frames, height, width, 3] -> [1, channels, latent frames, height, width]."""
         frames, height, width, _ = pixels.shape
-        return _randn(77, 1, self.channels, (frames - 1) // 4 + 1, height // self.scale, width // self.scale)
+        return _randn(77, 1, self.latent_channels, (frames - 1) // 4 + 1, height // self.scale, width // self.scale)
 
 
 class TestVideoVAE:
