@@ -61,8 +61,8 @@ def _size(case: WanCase) -> dict[str, int]:
     return {"width": case.width, "height": case.height, "length": case.length, "batch_size": case.batch}
 
 
-def _picture(graph: Graph) -> Node:
-    return graph.add("EmptyImage", width=64, height=64, batch_size=1, color=0)
+def _picture(graph: Graph, width: int = 64, height: int = 64, frames: int = 1) -> Node:
+    return graph.add("EmptyImage", width=width, height=height, batch_size=frames, color=0)
 
 
 def _seen(graph: Graph, case: WanCase, seed: int) -> Node | None:
@@ -145,7 +145,7 @@ def subjects(graph: Graph, model: Node, case: WanCase) -> Node:
         positive=positive,
         negative=negative,
         vae=graph.add("TestVideoVAE", channels=16, scale=8),
-        images=graph.add("EmptyImage", width=64, height=64, batch_size=2, color=0),
+        images=_picture(graph, frames=2),
         **_size(case),
     )
     return sample(graph, model, case, made[0], made[1], made[3])
@@ -154,6 +154,44 @@ def subjects(graph: Graph, model: Node, case: WanCase) -> Node:
 def scaled_positions(graph: Graph, model: Node, case: WanCase) -> Node:
     scales = {"scale_x": 1.5, "shift_x": 2.0, "scale_y": 0.5, "shift_y": -1.0, "scale_t": 2.0, "shift_t": 0.5}
     return text_to_video(graph, graph.add("ScaleROPE", model=model, **scales), case)
+
+
+def context_windows(graph: Graph, model: Node, case: WanCase) -> Node:
+    """Long videos in overlapping windows of frames."""
+    windows = {
+        "context_length": 9,
+        "context_overlap": 4,
+        "context_schedule": "standard_static",
+        "context_stride": 1,
+        "closed_loop": False,
+        "fuse_method": "pyramid",
+        # what came after 0.3.75, which ignores it
+        "latent_retain_index_list": "",
+        "cond_retain_index_list": "",
+        "freenoise": False,
+        "causal_window_fix": False,
+        "split_conds_to_windows": False,
+    }
+    return text_to_video(graph, graph.add("WanContextWindowsManual", model=model, **windows), case)
+
+
+def masked(graph: Graph, model: Node, case: WanCase) -> Node:
+    """Inpainting by a soft mask over an existing video."""
+    positive, negative = prompts(graph, case)
+    vae = graph.add("TestVideoVAE", channels=16, scale=8)
+    latent = graph.add("VAEEncode", vae=vae, pixels=_picture(graph, case.width, case.height, case.length))
+    mask = graph.add("TestMask", width=case.width, height=case.height, seed=500)
+    latent = graph.add("SetLatentNoiseMask", samples=latent, mask=mask)
+    return sample(graph, model, case, positive, negative, latent)
+
+
+def masked_5b(graph: Graph, model: Node, case: WanCase) -> Node:
+    """A soft mask over a start image: every frame has a time of its own between 0 and the step's."""
+    vae = graph.add("TestVideoVAE", channels=48, scale=16)
+    latent = graph.add("Wan22ImageToVideoLatent", vae=vae, start_image=_picture(graph), **_size(case))
+    mask = graph.add("TestMask", width=case.width, height=case.height, seed=500)
+    latent = graph.add("SetLatentNoiseMask", samples=latent, mask=mask)
+    return sample(graph, model, case, *prompts(graph, case), latent)
 
 
 def easy_cache(graph: Graph, model: Node, case: WanCase) -> Node:
@@ -200,6 +238,9 @@ WORKFLOWS = {
         empty_5b,
         subjects,
         scaled_positions,
+        context_windows,
+        masked,
+        masked_5b,
         easy_cache,
     )
 }
@@ -217,6 +258,8 @@ CASES = (
     WanCase(name="t2v-shifted-dpmpp", workflow="shifted", sampler="dpmpp_2m", tokens=512, negative_tokens=512),
     WanCase(name="t2v-scaled-positions", workflow="scaled_positions", width=72, negative_tokens=3),
     WanCase(name="t2v-easy-cache", workflow="easy_cache", steps=8, negative_tokens=7),
+    WanCase(name="t2v-context-windows", workflow="context_windows", length=25, negative_tokens=5),
+    WanCase(name="t2v-masked", workflow="masked", negative_tokens=5),
     WanCase(name="t2v-subjects", workflow="subjects", width=80, batch=2),
     WanCase(name="i2v-77", **I2V, tokens=77, negative_tokens=77),
     WanCase(name="i2v-uneven-batch-2", **I2V, tokens=600, negative_tokens=1, width=80, height=48, length=13, batch=2),
@@ -228,5 +271,6 @@ CASES = (
     WanCase(name="i2v-2.2-clip-vision-unread", **I2V_22, batch=2, width=80, length=13),
     WanCase(name="5b-start-image", **FIVE_B, width=160, height=96, negative_tokens=5),
     WanCase(name="5b-start-image-batch-2", **FIVE_B, width=96, height=64, length=17, batch=2, sampler="uni_pc"),
+    WanCase(name="5b-masked", model="wan-5b", workflow="masked_5b", width=96, negative_tokens=3),
     WanCase(name="5b-empty", model="wan-5b", workflow="empty_5b", width=160, height=96, tokens=77, negative_tokens=77),
 )
