@@ -62,13 +62,13 @@ def _checked_shapes(config: Config) -> Shapes:
 
 
 def _activation_bytes(config: Config, call: SeamCall, element_size: int) -> int:
-    """The widest point of a block: residual, q, k, v and outputs, or the feed-forward's hidden layer before and after
-    its GELU; and what is computed in float32. Times per frame are held per token, in both dtypes."""
+    """The widest point is a block's self-attention (residual, input, q, k, v, turned q and k, parts in float32) or its
+    feed-forward (the hidden layer before and after its GELU). Times per frame are held per token, in both dtypes."""
     tokens, width = call.shared["rope"].shape[0], inner_dim(config)
-    per_token = width * (10 * element_size + 4 * 4) + 2 * int(config["ffn_dim"]) * element_size
-    if call.rows["times"].ndim == 2:
-        per_token += 6 * width * (element_size + 2 * 4)
-    return tokens * per_token
+    attention = width * (8 * element_size + 12)
+    feed_forward = width * (5 * element_size + 4) + 2 * int(config["ffn_dim"]) * element_size
+    modulation = width * (6 * element_size + 28) if call.rows["times"].ndim == 2 else 0
+    return tokens * (max(attention, feed_forward) + modulation)
 
 
 # -- ComfyUI's side ----------------------------------------------------------------------------------------------------
