@@ -15,6 +15,9 @@ from typing import Any
 
 import torch
 from diffusers import FlowMatchEulerDiscreteScheduler, WanTransformer3DModel
+from safetensors.torch import load_file, save_file
+
+WEIGHTS = "diffusion_pytorch_model.safetensors"
 
 # 2 blocks, 4 heads of 16: heads that 1, 2 and 4 ranks can share, axes of 8, 4 and 4 channels.
 TINY: dict[str, Any] = {
@@ -87,8 +90,17 @@ def write_pipeline(folder: Path, variant: str = "t2v", *, seed: int = 0, experts
     return folder
 
 
+def add_unused_norms(transformer: Path) -> None:
+    """Adds the query norms for the image that the first I2V folders have, and that no model reads."""
+    weights = load_file(transformer / WEIGHTS)
+    for index in range(TINY["num_layers"]):
+        weights[f"blocks.{index}.attn2.norm_added_q.weight"] = torch.full((64,), math.nan)
+    save_file(weights, transformer / WEIGHTS, metadata={"format": "pt"})
+
+
 def write_all(folder: Path) -> None:
     """`folder`/wan-<variant> for every variant, and wan-experts with two transformers."""
     for seed, variant in enumerate(VARIANTS):
         write_pipeline(folder / f"wan-{variant}", variant, seed=10 + seed)
+    add_unused_norms(folder / "wan-i2v" / "transformer")
     write_pipeline(folder / "wan-experts", seed=20, experts=2)

@@ -20,7 +20,16 @@ from tests.comfyui.graphs import Graph, Node
 from tests.comfyui.harness import Comfy
 from tests.comfyui.parity import FP32_TOLERANCE, PLANS, Loader, distance, load_parallel
 from tests.comfyui.wan_pipeline import pipeline_latents, pipeline_workflow
-from tests.comfyui.wan_workflows import CASES, WORKFLOWS, WanCase, text_to_video, two_experts
+from tests.comfyui.wan_workflows import (
+    CASES,
+    WORKFLOWS,
+    WanCase,
+    empty_latent,
+    prompts,
+    sample,
+    text_to_video,
+    two_experts,
+)
 from tests.comfyui.workflows import EASY_CACHE
 
 WAN_PLANS = ("one rank", "replicas 2")
@@ -172,3 +181,77 @@ def test_easy_cache_skips_the_same_steps(comfy: Comfy, plan: str) -> None:
         comfy.latents(graph, text_to_video(graph, model, case))
         rows[whose, cached] = sum(comfy.state()["counters"][counter])
     assert rows["ours", True] == rows["theirs", True] < rows["theirs", False] == rows["ours", False] == 16
+
+
+# -- refusals ----------------------------------------------------------------------------------------------------------
+
+NOT_STARTED = {"devices": "cpu:3", "replicas": 3}
+"""A group that no test starts: were the input not refused first, its ranks would appear."""
+
+
+def reference_latents(graph: Graph, positive: Node, negative: Node) -> tuple[Any, Any, Any]:
+    latent = graph.add("TestLatent", width=64, height=64, seed=1)
+    positive = graph.add("ReferenceLatent", conditioning=positive, latent=latent)
+    return positive, negative, empty_latent(graph, T2V)
+
+
+def vace(graph: Graph, positive: Node, negative: Node) -> tuple[Any, Any, Any]:
+    size = {"width": 64, "height": 64, "length": 5, "batch_size": 1}
+    vae = graph.add("TestVideoVAE", channels=16, scale=8)
+    conditions = {"positive": positive, "negative": negative}
+    made = graph.add("WanVaceToVideo", vae=vae, strength=1.0, **conditions, **size)
+    return made[0], made[1], made[2]
+
+
+def other_text(graph: Graph, positive: Node, negative: Node) -> tuple[Any, Any, Any]:
+    wrong = graph.add("TestConditioning", tokens=5, seed=0, dim=24, pooled=0)
+    return positive, wrong, empty_latent(graph, T2V)
+
+
+def other_channels(graph: Graph, positive: Node, negative: Node) -> tuple[Any, Any, Any]:
+    return positive, negative, graph.add("TestLatent", width=64, height=64, seed=0, channels=4)
+
+
+def control_net(graph: Graph, positive: Node, negative: Node) -> tuple[Any, Any, Any]:
+    image, control = graph.add("EmptyImage", width=64, height=64, batch_size=1, color=0), graph.add("TestControlNet")
+    positive = graph.add("ControlNetApply", conditioning=positive, control_net=control, image=image, strength=1.0)
+    return positive, negative, empty_latent(graph, T2V)
+
+
+@pytest.mark.parametrize(
+    ("inputs", "says"),
+    [
+        (reference_latents, "wan family does not know the conditioning entry 'reference_latents'"),
+        (vace, "'vace_frames', 'vace_mask', 'vace_strength'"),
+        (other_text, "shape [1, 5, 24]; this Wan model expects [batch, tokens, 32]"),
+        (other_channels, "[1, 4, 1, 8, 8]; a wan model expects [batch, 16, frames, height, width]"),
+        (control_net, "ControlNet"),
+    ],
+)
+def test_what_cannot_be_honoured_is_refused_before_anything_starts(
+    comfy: Comfy, inputs: Callable[[Graph, Node, Node], tuple[Any, Any, Any]], says: str
+) -> None:
+    before = comfy.ranks()
+    graph = Graph()
+    model = load_parallel(graph, NOT_STARTED, model="wan-t2v")
+    graph.add("TestSaveLatent", samples=sample(graph, model, T2V, *inputs(graph, *prompts(graph, T2V))), name="never")
+    text = comfy.failure(graph)
+    assert says in text and "Traceback" not in text
+    assert comfy.ranks() == before
+
+
+def test_another_clip_vision_model_is_refused(comfy: Comfy) -> None:
+    graph = Graph()
+    model = load_parallel(graph, NOT_STARTED, model="wan-i2v")
+    seen = graph.add("TestClipVision", tokens=7, seed=0, channels=768)
+    positive, negative = prompts(graph, I2V)
+    made = graph.add(
+        "WanImageToVideo",
+        positive=positive,
+        negative=negative,
+        vae=graph.add("TestVideoVAE", channels=16, scale=8),
+        clip_vision_output=seen,
+        **{"width": 64, "height": 64, "length": 5, "batch_size": 1},
+    )
+    graph.add("TestSaveLatent", samples=sample(graph, model, I2V, made[0], made[1], made[2]), name="never")
+    assert "clip_vision_output has 768 channels; this Wan model expects 1280" in comfy.failure(graph)

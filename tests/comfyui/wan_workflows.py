@@ -79,6 +79,16 @@ def text_to_video(graph: Graph, model: Node, case: WanCase) -> Node:
     return sample(graph, model, case, *prompts(graph, case), empty_latent(graph, case))
 
 
+def distributed(graph: Graph, model: Node, case: WanCase) -> Node:
+    """Distributed Sampler, which is KSampler for a stock MODEL."""
+    positive, negative = prompts(graph, case)
+    latent = empty_latent(graph, case)
+    settings = {"seed": case.seed, "steps": case.steps, "cfg": case.cfg, "sampler_name": case.sampler}
+    conditions = {"positive": positive, "negative": negative, "latent_image": latent}
+    more = {"scheduler": "simple", "denoise": 1.0}
+    return graph.add("PD_DistributedSampler", model=model, **conditions, **settings, **more)
+
+
 def shifted(graph: Graph, model: Node, case: WanCase) -> Node:
     """ModelSamplingSD3, as the stock Wan workflows have it."""
     return text_to_video(graph, graph.add("ModelSamplingSD3", model=model, shift=5.0), case)
@@ -166,6 +176,7 @@ def context_windows(graph: Graph, model: Node, case: WanCase) -> Node:
         "closed_loop": False,
         "fuse_method": "pyramid",
         # what came after 0.3.75, which ignores it
+        "retain_first_frame": False,
         "latent_retain_index_list": "",
         "cond_retain_index_list": "",
         "freenoise": False,
@@ -230,6 +241,7 @@ WORKFLOWS = {
     workflow.__name__: workflow
     for workflow in (
         text_to_video,
+        distributed,
         shifted,
         image_to_video,
         no_start_image,
@@ -252,6 +264,7 @@ FIVE_B = {"model": "wan-5b", "workflow": "start_image_5b"}
 
 CASES = (
     WanCase(name="t2v"),
+    WanCase(name="t2v-distributed-batch-3", workflow="distributed", batch=3, negative_tokens=5),
     WanCase(name="t2v-one-frame", length=1, cfg=1.0),
     WanCase(name="t2v-odd-72x56-uneven-1-600", width=72, height=56, length=13, tokens=1, negative_tokens=600),
     WanCase(name="t2v-odd-batch-2-uneven-77", width=136, height=72, length=17, batch=2, tokens=77, negative_tokens=5),

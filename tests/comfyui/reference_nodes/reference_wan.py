@@ -88,7 +88,7 @@ def build_model(folder: Path, dtype: torch.dtype) -> Any:
     weights: dict[str, torch.Tensor] = {}
     for shard in sorted(folder.glob("*.safetensors")):
         weights.update(load_file(shard))
-    weights = {original_name(name): tensor for name, tensor in weights.items()}
+    weights = {original_name(name): tensor for name, tensor in weights.items() if "norm_added_q" not in name}
     model = model_config.get_model(weights, "", device=torch.device("cpu"))
     model.diffusion_model.load_state_dict(weights)
     return model.eval()
