@@ -13,7 +13,8 @@ from ..parallel_core.engine.transformer import RemoteTransformer
 from ..parallel_core.errors import UserError
 from ..parallel_core.families.base import Family
 from ..parallel_core.families.registry import find_family
-from ..parallel_core.max_memory import format_bytes
+from ..parallel_core.host import host_memory
+from ..parallel_core.max_memory import HOST, format_bytes, parse_max_memory
 from ..parallel_core.plan import ParallelPlan, resolve
 from .listing import find_model, list_models
 from .parallel_config import ParallelConfigType, default_plan
@@ -46,12 +47,15 @@ def make_remote(model_name: str, weight_dtype: str, plan: ParallelPlan) -> Remot
     num_bytes = _weight_bytes(checkpoint, family, dtype)
     room = int(_FIT_SHARE * min(engine().total_memory(device, plan.world_size) for device in plan.devices))
     fits = num_bytes <= room
-    tensor = resolve(plan, rows=1, heads=family.num_heads(config), fits_one_device=fits).plan.tensor
-    if plan.strategy == "auto" and num_bytes / tensor > room:
-        _refuse_too_large(num_bytes, tensor, room, family.num_heads(config))
-    family.check_plan(config, plan if plan.strategy == "mesh" else plan.with_degrees(
-        tensor=tensor, ulysses=plan.world_size // tensor
-    ))  # fmt: skip
+    chosen = resolve(plan, rows=1, heads=family.num_heads(config), fits_one_device=fits).plan
+    family.check_plan(config, chosen)
+    shards = chosen.ring * chosen.ulysses if plan.shard_weights else 1
+    part = num_bytes // (chosen.tensor * shards)
+    offload = plan.shard_weights and part > _limit(plan, room)
+    if offload:
+        _check_host(num_bytes, chosen)
+    elif plan.strategy == "auto" and part > room:
+        _refuse_too_large(num_bytes, chosen.tensor, room, family.num_heads(config))
     spec = TransformerSpec(
         devices=plan.devices,
         folder=str(checkpoint.folder),
@@ -60,7 +64,9 @@ def make_remote(model_name: str, weight_dtype: str, plan: ParallelPlan) -> Remot
         name=model_name,
         dtype=dtype,
         num_bytes=num_bytes,
-        tensor=tensor,
+        tensor=chosen.tensor,
+        shards=shards,
+        offload=offload,
     )
     return RemoteTransformer(engine=engine(), spec=spec, plan=plan, family=family, config=config)
 
@@ -72,6 +78,25 @@ def _weight_bytes(checkpoint: Checkpoint, family: Family, dtype: str) -> int:
         math.prod(tensor.shape) * (kept if family.is_fp32(tensor.name) else _BYTES[dtype])
         for tensor in checkpoint.tensors.values()
     )
+
+
+def _limit(plan: ParallelPlan, room: int) -> int:
+    """Bytes of weights that each device may hold: what there is room for, or less where the user says so."""
+    limits = parse_max_memory(plan.max_memory, plan.devices)
+    return min([room, *(limits[device] for device in plan.devices if device in limits)])
+
+
+def _check_host(num_bytes: int, plan: ParallelPlan) -> None:
+    """All parts of shared weights that no device has room for must fit the host's memory together."""
+    limits = parse_max_memory(plan.max_memory, plan.devices)
+    available = min(limits.get(HOST, host_memory()[0]), host_memory()[0])
+    needed = num_bytes * plan.replicas
+    if needed > available:
+        raise UserError(
+            f"The weights shared out over {plan.ring * plan.ulysses} ranks take more than a device may hold, and "
+            f"{format_bytes(needed)} do not fit the host's memory either ({format_bytes(available)}). Use more devices "
+            "for ulysses or ring, a 16-bit weight_dtype, or larger limits in max_memory."
+        )
 
 
 def _refuse_too_large(num_bytes: int, tensor: int, room: int, heads: int) -> None:
@@ -90,6 +115,9 @@ def describe(remote: RemoteTransformer) -> str:
     """For the node: what will run where, and why."""
     plan = remote.plan
     size = f"{format_bytes(remote.spec.num_bytes)} in {remote.spec.dtype}"
+    if plan.shard_weights:
+        where = "in the host's memory" if remote.spec.offload else "on the devices"
+        return f"{remote.choose(1).plan.describe()}\n{size}; every rank's part lies {where}"
     if plan.strategy == "mesh" or plan.world_size == 1:
         return f"{plan.describe()}\n{size}"
     if remote.spec.tensor > 1:

@@ -127,9 +127,10 @@ class _Dispatch:
         step = f"step {remote.statistics.num_steps + 1} of {remote.spec.label}"
         with as_comfy_interrupt():
             outputs = remote.evaluate(calls, label=step, poll=cancel_requested)
-        choice = remote.statistics.choice
-        if first and choice is not None:
-            say(f"{choice.plan.describe()} ({choice.reason})")
+        statistics = remote.statistics
+        if statistics.choice is not None and (first or statistics.compiled):
+            choice = f"{statistics.choice.plan.describe()} ({statistics.choice.reason})"
+            say("\n".join(filter(None, [choice, statistics.note, statistics.compiled])))
         return outputs
 
 

@@ -5,16 +5,21 @@ Owns the degrees, their validation and the text of every error about them. Knows
 
 from __future__ import annotations
 
+import math
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
+from .attention_backends import check_backend
 from .errors import UserError
+from .max_memory import parse_max_memory
 
-AXES = ("replica", "ulysses", "tensor")
+AXES = ("replica", "ring", "ulysses", "tensor")
 """Mesh axes, outermost first: neighbours along the last axis are neighbouring devices."""
 
-STRATEGIES = ("auto", "mesh")
+STRATEGIES = ("auto", "mesh", "device_map")
+UNEVEN = ("auto", "never", "always")
+COMPILE_MODES = ("off", "default", "max-autotune-no-cudagraphs")
 MAX_CPU_RANKS = 64
 
 
@@ -33,29 +38,81 @@ class DeviceInfo:
 
 
 @dataclass(frozen=True, kw_only=True)
+class RunMode:
+    """How one evaluation runs on weights that are loaded: all of it can change from one evaluation to the next."""
+
+    replicas: int = 1
+    ring: int = 1
+    ulysses: int = 1
+    tensor: int = 1
+    ring_fp32: bool = True
+    attention_backend: str = "auto"
+    compile: str = "off"
+
+    @property
+    def shape(self) -> tuple[int, int, int, int]:
+        """The mesh shape in the order of `AXES`."""
+        return (self.replicas, self.ring, self.ulysses, self.tensor)
+
+    @property
+    def context(self) -> int:
+        """Ranks that share one row's tokens."""
+        return self.ring * self.ulysses
+
+    @property
+    def ranks_per_replica(self) -> int:
+        """Ranks that evaluate the same rows together."""
+        return self.context * self.tensor
+
+
+@dataclass(frozen=True, kw_only=True)
 class ParallelPlan:
-    """Devices and degrees. `strategy` "auto" leaves the degrees to `resolve`; "mesh" takes them as they are."""
+    """Devices, degrees and how the ranks compute.
+
+    `strategy` "auto" leaves the degrees to `resolve`; "mesh" takes them as they are; with "device_map" one process sees
+    all devices and a model's layers are placed over them.
+    """
 
     devices: tuple[str, ...]
     """One entry per rank: "cuda:0", "cuda:1", or "cpu:0", "cpu:1" (rank numbers, not processors)."""
     strategy: str = "mesh"
     replicas: int = 1
     """Copies of the model; each takes whole rows of the batch (images, and the two halves of CFG)."""
+    ring: int = 1
+    """Ranks that share one row's sequence, passing keys and values round (arXiv:2310.01889)."""
     ulysses: int = 1
     """Ranks that share one row's sequence, exchanging heads in attention (arXiv:2309.14509)."""
     tensor: int = 1
     """Ranks that share the weights (arXiv:1909.08053): each holds and computes a slice of every layer."""
+    uneven: str = "auto"
+    """Whether ranks may get shares of tokens or heads of unequal size: "never" refuses, "auto" says so, "always" does
+    it without saying."""
+    shard_weights: bool = False
+    """Ranks that share a row's sequence hold a part of the weights each and collect a layer when its turn comes."""
+    attention_backend: str = "auto"
+    ring_fp32: bool = True
+    """Partial results of the ring are added up in float32 even where the model computes in 16 bits."""
+    compile: str = "off"
+    """torch.compile's mode for the model's repeated blocks."""
+    max_memory: str = ""
+    """Limits per device, host and disk, as `max_memory.parse_max_memory` reads them."""
 
     def __post_init__(self) -> None:
         if not self.devices:
             raise UserError("A plan needs at least one device; got none.")
         if len(set(self.devices)) != len(self.devices):
             raise UserError(f"Each device may be named once; got {', '.join(self.devices)}.")
-        if self.strategy not in STRATEGIES:
-            raise UserError(f"strategy is {self.strategy!r}; expected one of {', '.join(STRATEGIES)}.")
+        choices = {"strategy": STRATEGIES, "uneven": UNEVEN, "compile": COMPILE_MODES}
+        for name, options in choices.items():
+            if getattr(self, name) not in options:
+                raise UserError(f"{name} is {getattr(self, name)!r}; expected one of {', '.join(options)}.")
         for name, degree in self.degrees.items():
             if not isinstance(degree, int) or degree < 1:
                 raise UserError(f"{name} is {degree!r}; expected a whole number of 1 or more.")
+        self._check_degrees()
+        self._check_settings()
+
+    def _check_degrees(self) -> None:
         if self.strategy == "mesh" and self.product != self.world_size:
             raise UserError(self._equation_error())
         if self.strategy == "auto" and self.product != 1:
@@ -63,36 +120,71 @@ class ParallelPlan:
                 f"strategy 'auto' chooses the degrees itself, but {self._degrees_text()} was given. "
                 "Leave them at 1, or set strategy to 'mesh'."
             )
+        if self.strategy == "device_map" and self.product != 1:
+            raise UserError(
+                f"strategy 'device_map' places layers over the devices and has no degrees, but {self._degrees_text()} "
+                "was given. Leave them at 1, or set strategy to 'mesh'."
+            )
+
+    def _check_settings(self) -> None:
+        """Every setting works with the others, or is refused."""
+        parse_max_memory(self.max_memory, self.devices)
+        if self.shard_weights and self.strategy == "device_map":
+            raise UserError(
+                "shard_weights splits every layer, strategy 'device_map' places whole ones; use one of them."
+            )
+        if self.shard_weights and self.strategy == "mesh" and self.ring * self.ulysses == 1 and self.world_size > 1:
+            raise UserError(
+                f"shard_weights shares weights out over the ranks of ring and ulysses, but {self._degrees_text()} has "
+                f"one of each. Use ulysses {self.world_size // self.tensor} or ring, or leave shard_weights off."
+            )
+        if self.max_memory.strip() and not (self.shard_weights or self.strategy == "device_map"):
+            raise UserError(
+                f"max_memory is {self.max_memory!r}, but strategy {self.strategy!r} gives every device the same; it "
+                "works with strategy 'device_map' and with shard_weights. Leave it empty otherwise."
+            )
+        check_backend(self.attention_backend, device=self.devices[0], ring=self.ring, ulysses=self.ulysses)
+        if self.strategy == "auto" and self.world_size > 1:  # any run may share its sequence out
+            check_backend(self.attention_backend, device=self.devices[0], ring=1, ulysses=self.world_size)
 
     @property
     def degrees(self) -> dict[str, int]:
         """The degrees by their widget names, outermost axis first."""
-        return {"replicas": self.replicas, "ulysses": self.ulysses, "tensor": self.tensor}
-
-    @property
-    def shape(self) -> tuple[int, int, int]:
-        """The mesh shape in the order of `AXES`."""
-        return (self.replicas, self.ulysses, self.tensor)
+        return {"replicas": self.replicas, "ring": self.ring, "ulysses": self.ulysses, "tensor": self.tensor}
 
     @property
     def product(self) -> int:
-        """replicas x ulysses x tensor."""
-        return self.replicas * self.ulysses * self.tensor
+        """replicas x ring x ulysses x tensor."""
+        return math.prod(self.degrees.values())
 
     @property
     def world_size(self) -> int:
-        """Number of ranks."""
+        """Number of devices."""
         return len(self.devices)
+
+    @property
+    def mode(self) -> RunMode:
+        """What an evaluation needs to know."""
+        return RunMode(
+            **self.degrees,
+            ring_fp32=self.ring_fp32,
+            attention_backend=self.attention_backend,
+            compile=self.compile,
+        )
 
     def describe(self) -> str:
         """For a person: "2 ranks (cpu:0, cpu:1): ulysses 2"."""
+        names = ", ".join(self.devices)
+        if self.strategy == "device_map":
+            return f"layers placed over {names}"
         ranks = "1 rank" if self.world_size == 1 else f"{self.world_size} ranks"
-        degrees = ", ".join(f"{name} {degree}" for name, degree in self.degrees.items() if degree > 1)
-        return f"{ranks} ({', '.join(self.devices)})" + (f": {degrees}" if degrees else "")
+        details = [f"{name} {degree}" for name, degree in self.degrees.items() if degree > 1]
+        details += ["weights shared out"] if self.shard_weights and self.world_size > 1 else []
+        return f"{ranks} ({names})" + (f": {', '.join(details)}" if details else "")
 
-    def with_degrees(self, *, replicas: int = 1, ulysses: int = 1, tensor: int = 1) -> ParallelPlan:
+    def with_degrees(self, *, replicas: int = 1, ring: int = 1, ulysses: int = 1, tensor: int = 1) -> ParallelPlan:
         """The same devices as a mesh of these degrees."""
-        return replace(self, strategy="mesh", replicas=replicas, ulysses=ulysses, tensor=tensor)
+        return replace(self, strategy="mesh", replicas=replicas, ring=ring, ulysses=ulysses, tensor=tensor)
 
     def _degrees_text(self) -> str:
         return " x ".join(f"{name} {degree}" for name, degree in self.degrees.items())
@@ -107,15 +199,21 @@ class ParallelPlan:
 
 def _nearest_degrees(degrees: dict[str, int], world_size: int) -> str:
     """The degrees for `world_size` that differ least from those asked for, as text."""
-    options = [
-        (replicas, ulysses, world_size // (replicas * ulysses))
-        for replicas in range(1, world_size + 1)
-        for ulysses in range(1, world_size // replicas + 1)
-        if world_size % (replicas * ulysses) == 0
-    ]
+    options = list(_factorisations(world_size, len(degrees)))
     asked = tuple(degrees.values())
-    best = min(options, key=lambda option: (sum(abs(a - b) for a, b in zip(option, asked, strict=True)), option[2]))
+    best = min(options, key=lambda option: (sum(abs(a - b) for a, b in zip(option, asked, strict=True)), option[::-1]))
     return ", ".join(f"{name} {degree}" for name, degree in zip(degrees, best, strict=True))
+
+
+def _factorisations(number: int, count: int) -> Iterator[tuple[int, ...]]:
+    """All ways to write `number` as a product of `count` whole numbers, in order."""
+    if count == 1:
+        yield (number,)
+        return
+    for first in range(1, number + 1):
+        if number % first == 0:
+            for rest in _factorisations(number // first, count - 1):
+                yield (first, *rest)
 
 
 def parse_devices(text: str, available: Sequence[DeviceInfo]) -> tuple[str, ...]:
@@ -169,13 +267,16 @@ def resolve(plan: ParallelPlan, *, rows: int, heads: int, fits_one_device: bool)
     """Degrees for one operation of `rows` batch rows on a model with `heads` attention heads.
 
     The rule of strategy "auto": one device -> one rank; weights too large for one device -> tensor; rows to share out
-    -> replicas (what is left over goes to ulysses); else ulysses. A "mesh" plan is returned as it is.
+    -> replicas (what is left over goes to ulysses); else ulysses. Shared weights (`shard_weights`) tie all ranks
+    together: ulysses. A "mesh" plan is returned as it is, "device_map" has no degrees.
     """
     world = plan.world_size
-    if plan.strategy == "mesh":
+    if plan.strategy != "auto":
         return PlanChoice(plan=plan, reason="as set")
     if world == 1:
         return PlanChoice(plan=plan.with_degrees(), reason="one device")
+    if plan.shard_weights:
+        return PlanChoice(plan=plan.with_degrees(ulysses=world), reason="the weights are shared out over all ranks")
     if not fits_one_device:
         tensor = largest_divisor(world, lambda degree: heads % degree == 0)
         return PlanChoice(

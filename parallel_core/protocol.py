@@ -141,7 +141,11 @@ class Release(Request):
 
 @dataclass(frozen=True, kw_only=True)
 class LoadTransformer(Request):
-    """Loads a transformer's weights (this rank's slices of them) under `key`; nothing when it is there already."""
+    """Loads a transformer's weights (this rank's part of them) under `key`; nothing when it is there already.
+
+    `shards` ranks share the weights out among them (each tensor rank's slices by themselves); `offload` keeps these
+    parts in host memory.
+    """
 
     operation: ClassVar[str] = "load_transformer"
     key: str
@@ -149,6 +153,16 @@ class LoadTransformer(Request):
     family: str
     dtype: str
     tensor: int
+    shards: int
+    offload: bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckMode(Request):
+    """Answers with nothing when the ranks can run `mode` (the fields of `plan.RunMode`): packages, compilers."""
+
+    operation: ClassVar[str] = "check_mode"
+    mode: dict[str, Any]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -157,15 +171,14 @@ class Forward(Request):
 
     `calls` lists, per call, its row tensors and shared tensors by name (values are keys into the frame's tensors).
     `assignments[replica]` lists batches; a batch is a list of [call, first row, one past the last row] that are run as
-    one forward. `first`: a run begins, and what is measured over a run starts anew.
+    one forward. `first`: a run begins, and what is measured over a run starts anew. `mode`: the fields of
+    `plan.RunMode`.
     """
 
     operation: ClassVar[str] = "forward"
     key: str
     first: bool
-    replicas: int
-    ulysses: int
-    tensor: int
+    mode: dict[str, Any]
     calls: list[dict[str, dict[str, str]]]
     assignments: list[list[list[list[int]]]]
 

@@ -19,15 +19,21 @@ from diffusers.models.attention_dispatch import AttentionBackendName
 from diffusers.models.attention_dispatch import dispatch_attention_fn as dispatch_attention
 from torch import nn
 
+from .attention_backends import backend_named
+from .errors import UserError
+
 __all__ = [
     "VAE_BLEND_PREFIX",
     "VAE_TILE_KNOBS",
     "ContextParallelInput",
     "ContextParallelOutput",
     "attention_processors",
+    "check_backend_package",
+    "choose_backend",
     "context_parallel_plan",
     "dispatch_attention",
     "release_context_attention",
+    "repeated_blocks",
     "replace_context_attention",
     "resolve_tp_shard_specs",
     "route_attention",
@@ -75,23 +81,49 @@ def attention_processors(model: nn.Module) -> list[Any]:
 
 
 def route_attention(processor: Any, config: object) -> None:
-    """Sends the processor's attention through the context-parallel function, with `config` as `_parallel_config`.
-
-    The backend is named, since the process-wide default (DIFFUSERS_ATTN_BACKEND) may be one that ignores it.
-    """
+    """Sends the processor's attention through the context-parallel function, with `config` as `_parallel_config`."""
     processor._parallel_config = config
-    processor._attention_backend = AttentionBackendName.NATIVE
 
 
 def unroute_attention(processor: Any) -> None:
-    """Back to the class's own values (None: plain attention by the default backend)."""
-    del processor._parallel_config, processor._attention_backend
+    """Back to the class's own value (None: plain attention)."""
+    del processor._parallel_config
+
+
+def choose_backend(model: nn.Module, name: str) -> Callable[[], None]:
+    """Makes every attention use the backend of that name ("auto": torch's own); returns the way back.
+
+    It is always named, since the process-wide default (DIFFUSERS_ATTN_BACKEND) may be another one.
+    """
+    processors = attention_processors(model)
+    for processor in processors:
+        processor._attention_backend = AttentionBackendName(backend_named(name).name)
+
+    def undo() -> None:
+        for processor in processors:
+            del processor._attention_backend
+
+    return undo
+
+
+def check_backend_package(name: str) -> None:
+    """`UserError` when the package that the backend needs is not there."""
+    try:
+        attention_dispatch._check_attention_backend_requirements(AttentionBackendName(backend_named(name).name))
+    except RuntimeError as error:
+        raise UserError(f"attention_backend {name!r} cannot be used by the ranks. {error}") from None
 
 
 def context_parallel_plan(model: nn.Module) -> dict[str, Any] | None:
     """What the class declares to be split and gathered: module path -> {argument: input rule} or an output rule."""
     plan: dict[str, Any] | None = getattr(model, "_cp_plan", None)
     return plan
+
+
+def repeated_blocks(model: nn.Module) -> list[nn.Module]:
+    """The blocks that make up most of the model: instances of the classes that it names as repeated."""
+    names = set(getattr(model, "_repeated_blocks", None) or ())
+    return [module for module in model.modules() if names & {base.__name__ for base in type(module).__mro__}]
 
 
 def tensor_parallel_plan(model: nn.Module) -> dict[str, Any] | None:

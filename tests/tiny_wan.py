@@ -48,6 +48,14 @@ VARIANTS: dict[str, dict[str, Any]] = {
 """What each variant changes in TINY."""
 
 
+def rotations(frames: int, height: int, width: int) -> torch.Tensor:
+    """Cosines and sines (tokens, 8, 2) of TINY's rotary positions for a grid of tokens."""
+    grid = torch.cartesian_prod(torch.arange(frames), torch.arange(height), torch.arange(width)).float()
+    angles = [grid[:, [axis]] / 10000 ** (torch.arange(half) / half) for axis, half in enumerate((4, 2, 2))]
+    angle = torch.cat(angles, dim=1)
+    return torch.stack([angle.cos(), angle.sin()], dim=-1)
+
+
 def build_transformer(
     variant: str = "t2v", *, seed: int = 0, dtype: torch.dtype = torch.float32, **config: Any
 ) -> WanTransformer3DModel:

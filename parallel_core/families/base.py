@@ -106,18 +106,23 @@ class Family:
     on_loaded: Callable[[torch.nn.Module], None] | None = None
     """Called once on each loaded model."""
     cp_segments: tuple[str, ...]
-    """Arguments of the transformer's `forward` whose tokens (dim 1) make up the attention's sequence, in its order."""
+    """Arguments of the split modules' `forward` whose tokens (dim 1) make up the attention's sequence, in its order."""
+    segment_lengths: Callable[[Config, SeamCall], dict[str, int]]
+    """Tokens of each of `cp_segments` in a call."""
+    cp_masks: Mapping[str, str] = field(default_factory=dict)
+    """Arguments of the split modules that mask a segment's keys: argument -> segment. They stay whole on every rank."""
+    cp_sometimes: tuple[str, ...] = ()
+    """Arguments that run along the sequence for some inputs only, told apart by their number of dimensions."""
     cp_plan: Mapping[str, Any] | None = None
     """Where diffusers has no context-parallel plan or has it wrong."""
     tp_plan: Mapping[str, Any] | None = None
     """Where diffusers has no tensor-parallel plan or has it wrong."""
-    tp_replicated_output: tuple[str, ...] = field(default=())
-    """Linear layers (globs) that are sliced over the ranks too, but whose whole output every rank needs."""
     tp_norms: tuple[str, ...] = ()
-    """RMS norms (globs) over all heads: their width is sliced like the linear before them, and their mean square is
-    taken over all tensor ranks."""
+    """RMS norms (globs) over the channels of all heads: a rank norms its own by the sum of squares over all ranks."""
     tp_heads: tuple[str, ...] = ()
-    """Attention modules (globs) whose `heads` counts the heads that this rank holds."""
+    """Attention modules (globs) whose `heads` must be the number of local heads."""
+    tp_replicated_output: tuple[str, ...] = ()
+    """Linear layers (globs) that are sliced over the ranks too, but whose whole output every rank needs."""
     fp32_weights: tuple[str, ...] = ()
     """Weights (globs) that are held in float32 when the model runs in 16 bits; the layers' own code computes with
     them in float32."""

@@ -103,6 +103,10 @@ def _check_plan(config: Config, plan: ParallelPlan) -> None:
     refuse_uneven_heads(_num_heads(config), plan.tensor)
 
 
+def _segment_lengths(config: Config, call: SeamCall) -> dict[str, int]:
+    return {"encoder_hidden_states": call.rows["txt"].shape[1], "hidden_states": call.rows["img"].shape[1]}
+
+
 def _activation_bytes(config: Config, call: SeamCall, element_size: int) -> int:
     """The widest point is a single block: its input, q, k, v, the 4x MLP and their concatenation, about 16 widths."""
     tokens = call.rows["img"].shape[1] + call.rows["txt"].shape[1]
@@ -254,6 +258,7 @@ FAMILY = Family(
     prepare=_prepare,
     finish=_finish,
     on_loaded=_embed_times_as_comfyui,
+    segment_lengths=_segment_lengths,
     cp_segments=("encoder_hidden_states", "hidden_states"),
     tp_replicated_output=(
         "transformer_blocks.*.norm1.linear",

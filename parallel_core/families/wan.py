@@ -61,6 +61,10 @@ def _checked_shapes(config: Config) -> Shapes:
     return expected_shapes(config)
 
 
+def _segment_lengths(config: Config, call: SeamCall) -> dict[str, int]:
+    return {"hidden_states": call.shared["rope"].shape[0]}
+
+
 def _activation_bytes(config: Config, call: SeamCall, element_size: int) -> int:
     """The widest point is a block's self-attention (residual, input, q, k, v, turned q and k, parts in float32) or its
     feed-forward (the hidden layer before and after its GELU). Times per frame are held per token, in both dtypes."""
@@ -164,6 +168,8 @@ FAMILY = Family(
     finish=finish,
     on_loaded=set_up,
     cp_segments=("hidden_states",),
+    segment_lengths=_segment_lengths,
+    cp_sometimes=("timestep",),  # one per token where frames have times of their own
     tp_plan={
         "blocks.*.attn*.to_q": "colwise",
         "blocks.*.attn*.to_k": "colwise",

@@ -13,6 +13,8 @@ from typing import Any
 
 import torch
 
+from .shared_weights import is_shared, own_part
+
 
 @dataclass
 class StoredModel:
@@ -101,11 +103,14 @@ def give_memory_back() -> None:
 
 
 def _local_tensors(module: torch.nn.Module) -> Iterator[torch.Tensor]:
-    yield from module.parameters()
+    yield from map(own_part, module.parameters())
     yield from module.buffers()
 
 
 def _move(module: torch.nn.Module, device: torch.device) -> None:
     """Moves local weights in place: parameters stay the same objects, so hooks and sharding stay valid."""
+    if is_shared(module):
+        module.to(device)
+        return
     for tensor in _local_tensors(module):
         tensor.data = tensor.data.to(device)

@@ -45,7 +45,7 @@ PLANS = [
 ]
 
 
-@pytest.mark.parametrize("plan", PLANS, ids=lambda plan: plan.strategy + "-".join(map(str, plan.shape)))
+@pytest.mark.parametrize("plan", PLANS, ids=lambda plan: plan.describe())
 def test_ragged_calls_on_every_plan(engine: Engine, tiny_flux: Path, plan: ParallelPlan) -> None:
     calls = [call(1, text=7), call(2, text=3, seed=1), call(1, text=7, seed=2)]
     outputs = remote(engine, tiny_flux, plan).evaluate(calls, label="forward")
@@ -72,8 +72,8 @@ def test_auto_shares_rows_out_and_a_single_rows_tokens(engine: Engine, tiny_flux
     for calls in ([call(1, text=3)], [call(1, text=3), call(1, text=5)]):
         assert_close(model.evaluate(calls, label="forward"), expected(calls))
         assert model.statistics.choice is not None
-        chosen.append(model.statistics.choice.plan.shape)
-    assert chosen == [(1, 2, 1), (2, 1, 1)]
+        chosen.append(model.statistics.choice.plan.mode.shape)
+    assert chosen == [(1, 1, 2, 1), (2, 1, 1, 1)]
 
 
 @pytest.mark.slow

@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 
 from parallel_core.errors import UserError
 from parallel_core.families.flux import FAMILY
-from parallel_core.worker.loading import LoadedTransformer, load_transformer
+from parallel_core.worker.loading import LoadedTransformer, Part, load_transformer
 from tests.ranks.gloo import run_on_ranks
 from tests.tiny_flux import build_transformer, write_pipeline, write_transformer
 
@@ -21,7 +21,7 @@ CPU = torch.device("cpu")
 
 
 def load(folder: Path, dtype: torch.dtype = torch.float32, rank: int = 0, degree: int = 1) -> LoadedTransformer:
-    return load_transformer(folder, FAMILY, dtype, CPU, tensor_rank=rank, tensor_degree=degree)
+    return load_transformer(folder, FAMILY, dtype, CPU, Part(tensor_rank=rank, tensor_degree=degree))
 
 
 @pytest.fixture
@@ -73,11 +73,11 @@ def test_slices_put_together_are_the_whole(folder: Path, degree: int) -> None:
 
 def test_a_tensor_rank_holds_and_needs_little_more_than_its_slices(tmp_path: Path) -> None:
     config = {"attention_head_dim": 64, "num_attention_heads": 8, "axes_dims_rope": [16, 24, 24], "num_layers": 1}
-    run_on_ranks(1, "flux_ranks:write_models", models={str(tmp_path): config})
+    run_on_ranks(1, "transformer_ranks:write_models", name="flux", models={str(tmp_path): config})
     size = (tmp_path / WEIGHTS).stat().st_size
-    whole = run_on_ranks(1, "flux_ranks:load_slices", folder=str(tmp_path), dtype="float32")[0]
+    whole = run_on_ranks(1, "transformer_ranks:load_slices", folder=str(tmp_path), dtype="float32")[0]
     assert whole["bytes"] == whole["read"] == pytest.approx(size, rel=1e-3)
-    for rank in run_on_ranks(2, "flux_ranks:load_slices", folder=str(tmp_path), dtype="float32"):
+    for rank in run_on_ranks(2, "transformer_ranks:load_slices", folder=str(tmp_path), dtype="float32"):
         assert rank["bytes"] <= 0.55 * whole["bytes"]
         assert rank["read"] == rank["bytes"]
         assert rank["peak"] <= rank["bytes"] + 2 * whole["largest"]

@@ -59,8 +59,8 @@ def test_without_gpus_the_error_offers_cpu_ranks() -> None:
 def test_the_product_must_be_the_number_of_devices() -> None:
     with pytest.raises(UserError) as error:
         ParallelPlan(devices=FOUR, replicas=2, ulysses=3)
-    assert "replicas 2 x ulysses 3 x tensor 1 = 6, but there are 4 devices" in str(error.value)
-    assert "replicas 2, ulysses 2, tensor 1" in str(error.value), "the nearest degrees that work"
+    assert "replicas 2 x ring 1 x ulysses 3 x tensor 1 = 6, but there are 4 devices" in str(error.value)
+    assert "replicas 2, ring 1, ulysses 2, tensor 1" in str(error.value), "the nearest degrees that work"
 
 
 @pytest.mark.parametrize("degree", [0, -1])
@@ -82,21 +82,23 @@ def test_an_unknown_strategy_names_the_known_ones() -> None:
 @pytest.mark.parametrize(
     ("devices", "rows", "heads", "fits", "expected"),
     [
-        (1, 4, 24, True, (1, 1, 1)),
-        (4, 1, 24, True, (1, 4, 1)),
-        (4, 2, 24, True, (2, 2, 1)),
-        (4, 4, 24, True, (4, 1, 1)),
-        (4, 3, 24, True, (1, 4, 1)),  # three rows do not divide over two or four replicas
-        (3, 3, 24, True, (3, 1, 1)),
-        (4, 1, 24, False, (1, 1, 4)),
-        (4, 1, 6, False, (1, 2, 2)),  # six heads cannot be dealt to four
-        (1, 1, 24, False, (1, 1, 1)),
+        (1, 4, 24, True, (1, 1, 1, 1)),
+        (4, 1, 24, True, (1, 1, 4, 1)),
+        (4, 2, 24, True, (2, 1, 2, 1)),
+        (4, 4, 24, True, (4, 1, 1, 1)),
+        (4, 3, 24, True, (1, 1, 4, 1)),  # three rows do not divide over two or four replicas
+        (3, 3, 24, True, (3, 1, 1, 1)),
+        (4, 1, 24, False, (1, 1, 1, 4)),
+        (4, 1, 6, False, (1, 1, 2, 2)),  # six heads cannot be dealt to four
+        (1, 1, 24, False, (1, 1, 1, 1)),
     ],
 )
-def test_what_auto_chooses(devices: int, rows: int, heads: int, fits: bool, expected: tuple[int, int, int]) -> None:
+def test_what_auto_chooses(
+    devices: int, rows: int, heads: int, fits: bool, expected: tuple[int, int, int, int]
+) -> None:
     plan = ParallelPlan(devices=FOUR[:devices], strategy="auto")
     choice = resolve(plan, rows=rows, heads=heads, fits_one_device=fits)
-    assert choice.plan.shape == expected
+    assert choice.plan.mode.shape == expected
     assert choice.plan.strategy == "mesh"
 
 

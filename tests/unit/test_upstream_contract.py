@@ -15,8 +15,8 @@ from torch import Tensor
 
 from parallel_core import upstream
 from parallel_core.attention import context_parallel_attention
-from tests.ranks.flux_ranks import make_inputs
 from tests.tiny_flux import TINY, build_transformer
+from tests.tiny_models import TINY_MODELS, Case
 
 QKV = [torch.randn(2, 5, 3, 8, generator=torch.Generator().manual_seed(index)) for index in range(3)]
 
@@ -50,16 +50,14 @@ def test_a_routed_processor_reaches_the_replacement_with_the_backends_own_kernel
     plain = dispatch_attention_fn(*QKV)
     upstream.replace_context_attention(recorder, owner=recorder)
     upstream.route_attention(processor, config)
-    routed = dispatch_attention_fn(
-        *QKV, backend=processor._attention_backend, parallel_config=processor._parallel_config
-    )
+    routed = dispatch_attention_fn(*QKV, parallel_config=processor._parallel_config)
     upstream.release_context_attention(recorder)
     upstream.unroute_attention(processor)
     assert torch.equal(routed, plain)
     (call,) = recorder.calls
     assert call["_parallel_config"] is config
     assert torch.equal(call["query"], QKV[0]) and call["attn_mask"] is None
-    assert vars(processor) == {} and processor._parallel_config is None and processor._attention_backend is None
+    assert vars(processor) == {} and processor._parallel_config is None
 
 
 def test_the_replacement_stays_until_its_last_owner_is_gone() -> None:
@@ -74,7 +72,11 @@ def test_the_replacement_stays_until_its_last_owner_is_gone() -> None:
 
 
 def test_every_attention_of_flux_is_routed() -> None:
-    model, inputs, recorder = build_transformer(), make_inputs([1, 3, 2, 2]), Recorder()
+    model, inputs, recorder = (
+        build_transformer(),
+        TINY_MODELS["flux"].inputs(Case(text=3, size=(2, 2)), TINY),
+        Recorder(),
+    )
     processors = upstream.attention_processors(model)
     upstream.replace_context_attention(recorder, owner=recorder)
     for processor in processors:

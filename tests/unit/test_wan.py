@@ -19,7 +19,7 @@ from parallel_core.families.registry import find_family
 from parallel_core.families.wan import FAMILY
 from parallel_core.families.wan_rank import sinusoids
 from parallel_core.plan import ParallelPlan
-from tests.tiny_wan import TINY, VARIANTS, build_transformer
+from tests.tiny_wan import TINY, VARIANTS, build_transformer, rotations
 
 
 def config(variant: str = "t2v", **changed: Any) -> dict[str, Any]:
@@ -124,11 +124,8 @@ def test_conditionings_of_another_family(conditioning: dict[str, Any], says: str
 
 def angles(*grid: int) -> Tensor:
     """ComfyUI's freqs for a grid of tokens: (1, tokens, 1, 8, 2, 2)."""
-    cells = torch.cartesian_prod(*(torch.arange(size) for size in grid))
-    parts = [cells[:, [axis]] / 10000 ** (torch.arange(half) / half) for axis, half in enumerate((4, 2, 2))]
-    angle = torch.cat(parts, dim=1)
-    matrix = torch.stack([angle.cos(), -angle.sin(), angle.sin(), angle.cos()], dim=-1)
-    return matrix.unflatten(-1, (2, 2))[None, :, None]
+    cos, sin = rotations(*grid).unbind(-1)
+    return torch.stack([cos, -sin, sin, cos], dim=-1).unflatten(-1, (2, 2))[None, :, None]
 
 
 def arguments(variant: str = "t2v", *, tokens: int = 512, rows: int = 2, **changed: Any) -> dict[str, Any]:

@@ -1,6 +1,6 @@
-"""What the ranks of `test_parallelize`, `test_loading` and `test_meshes` run: a tiny Flux alone and under a plan.
+"""What the ranks of `test_parallelize`, `test_loading` and `test_meshes` run: a tiny model alone and under a plan.
 
-A shape is (replicas, ulysses, tensor), as in `plan.AXES`. A case is (batch, text tokens, image height, image width).
+A mode has the fields of `plan.RunMode`, a case those of `tiny_models.Case`; both come as json.
 """
 
 from __future__ import annotations
@@ -10,57 +10,80 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from parallel_core import attention, upstream
 from parallel_core.errors import UserError
-from parallel_core.families.flux import FAMILY
 from parallel_core.parallelize import apply_context, apply_plan
+from parallel_core.plan import RunMode
 from parallel_core.worker import meshes as meshes_module
-from parallel_core.worker.loading import load_transformer
+from parallel_core.worker.loading import WHOLE, LoadedTransformer, Part, load_transformer
 from parallel_core.worker.meshes import MeshCache
-from tests.tiny_flux import TINY, write_transformer
+from parallel_core.worker.shared_weights import let_go
+from tests.tiny_models import TINY_MODELS, Case, family_of
 
-Shape = tuple[int, int, int]
 CPU = torch.device("cpu")
+CASE = {"batch": 2, "text": 77, "size": [5, 5]}
 
 
-def make_inputs(case: list[int], dtype: torch.dtype = torch.float32, guidance: bool = True) -> dict[str, Any]:
-    """What the pipeline would pass for a case, the same on every rank."""
-    batch, text, height, width = case
-    generator = torch.Generator().manual_seed(7)
-
-    def noise(*shape: int) -> Tensor:
-        return torch.randn(*shape, generator=generator).to(dtype)
-
-    rows, columns = torch.meshgrid(torch.arange(float(height)), torch.arange(float(width)), indexing="ij")
-    return {
-        "hidden_states": noise(batch, height * width, 64),
-        "encoder_hidden_states": noise(batch, text, TINY["joint_attention_dim"]),
-        "pooled_projections": noise(batch, TINY["pooled_projection_dim"]),
-        "timestep": torch.linspace(0.3, 0.9, batch),
-        "guidance": torch.full((batch,), 3.5) if guidance else None,
-        "img_ids": torch.stack([torch.zeros_like(rows), rows, columns], dim=-1).flatten(0, 1),
-        "txt_ids": torch.zeros(text, 3),
-        "return_dict": False,
-    }
-
-
-def write_models(rank: int, world_size: int, models: dict[str, dict[str, Any]]) -> None:
+def write_models(rank: int, world_size: int, name: str, models: dict[str, dict[str, Any]]) -> None:
     """Writes one transformer folder per path."""
     for folder, config in models.items():
-        write_transformer(Path(folder), **config)
+        TINY_MODELS[name].write(Path(folder), **config)
 
 
-def load(folder: str, dtype: str = "float32", tensor: int = 1, tensor_rank: int = 0) -> Any:
-    return load_transformer(
-        Path(folder), FAMILY, getattr(torch, dtype), CPU, tensor_rank=tensor_rank, tensor_degree=tensor
+def load(name: str, folder: str, dtype: str = "float32", part: Part = WHOLE) -> LoadedTransformer:
+    return load_transformer(Path(folder), family_of(name), getattr(torch, dtype), CPU, part)
+
+
+@dataclass
+class Ranked:
+    """A model under a mode on this rank."""
+
+    run: RunMode
+    mesh: DeviceMesh
+    loaded: LoadedTransformer
+
+    def __call__(self, inputs: dict[str, Any]) -> Tensor:
+        output: Tensor = self.loaded.model(**inputs)[0]
+        let_go(self.loaded.model)
+        return output
+
+
+def load_ranked(
+    name: str,
+    folder: str,
+    mode: dict[str, Any],
+    dtype: str = "float32",
+    *,
+    shard_weights: bool = False,
+    offload: bool = False,
+) -> Ranked:
+    """This rank's part of the model, with `mode` applied."""
+    run, meshes = RunMode(**mode), MeshCache("cpu")
+    mesh = meshes.get(run.shape)
+    part = Part(
+        tensor_rank=mesh.get_local_rank("tensor"),
+        tensor_degree=run.tensor,
+        shared_over=meshes.sharing(run.context, run.tensor) if shard_weights else None,
+        offload=offload,
     )
+    loaded = load(name, folder, dtype, part)
+    apply_plan(loaded.model, family_of(name), loaded.shards, mesh, run)
+    return Ranked(run, mesh, loaded)
+
+
+def make_inputs(name: str, model: Any, case: dict[str, Any], dtype: str = "float32") -> dict[str, Any]:
+    """The arguments of `forward`, the same on every rank."""
+    settings = {**case, "size": tuple(case.get("size", (4, 4)))}
+    return TINY_MODELS[name].inputs(Case(**settings, dtype=getattr(torch, dtype)), dict(model.config))
 
 
 def distance(output: Tensor, reference: Tensor) -> float:
@@ -70,18 +93,23 @@ def distance(output: Tensor, reference: Tensor) -> float:
 
 @torch.inference_mode()
 def compare(
-    rank: int, world_size: int, folder: str, shape: list[int], cases: list[list[int]], dtype: str, guidance: bool = True
+    rank: int,
+    world_size: int,
+    name: str,
+    folder: str,
+    mode: dict[str, Any],
+    cases: list[dict[str, Any]],
+    dtype: str,
+    **sharing: bool,
 ) -> list[list[Any]]:
     """Per case: the plan's distance from one rank, bit-equality, and one rank's own distance from float32."""
-    mesh = MeshCache("cpu").get(tuple(shape))
-    exact, alone = load(folder).model, load(folder, dtype).model
-    loaded = load(folder, dtype, tensor=shape[2], tensor_rank=mesh.get_local_rank("tensor"))
-    apply_plan(loaded.model, FAMILY, loaded.shards, mesh)
+    exact, alone = load(name, folder).model, load(name, folder, dtype).model
+    together = load_ranked(name, folder, mode, dtype, **sharing)
     results = []
     for case in cases:
-        inputs = make_inputs(case, getattr(torch, dtype), guidance)
-        output, reference = loaded.model(**inputs)[0], alone(**inputs)[0]
-        rounding = distance(reference, exact(**make_inputs(case, torch.float32, guidance))[0])
+        inputs = make_inputs(name, alone, case, dtype)
+        output, reference = together(inputs), alone(**inputs)[0]
+        rounding = distance(reference, exact(**make_inputs(name, exact, case))[0])
         results.append([distance(output, reference), torch.equal(output, reference), rounding])
     return results
 
@@ -101,32 +129,36 @@ def traces_of_plans(model: nn.Module) -> list[str]:
 
 
 @torch.inference_mode()
-def switch(rank: int, world_size: int, folder: str, tensor: int, shapes: list[list[int]]) -> dict[str, Any]:
-    """One set of weights under one shape after another."""
+def switch(
+    rank: int, world_size: int, name: str, folder: str, tensor: int, modes: list[dict[str, Any]]
+) -> dict[str, Any]:
+    """One set of weights under one mode after another."""
     cache = MeshCache("cpu")
-    case = [2, 77, 5, 5]
-    reference = load(folder).model(**make_inputs(case))[0]
-    tensor_rank = cache.get(tuple(shapes[0])).get_local_rank("tensor")
-    loaded = load(folder, tensor=tensor, tensor_rank=tensor_rank)
+    alone = load(name, folder).model
+    inputs = make_inputs(name, alone, CASE)
+    reference = alone(**inputs)[0]
+    tensor_rank = cache.get(RunMode(**modes[0]).shape).get_local_rank("tensor")
+    loaded = load(name, folder, part=Part(tensor_rank=tensor_rank, tensor_degree=tensor))
     before = traces_of_plans(loaded.model)
     errors, seconds = [], []
-    for shape in shapes:
-        mesh = cache.get(tuple(shape))
+    for mode in modes:
+        run = RunMode(**mode)
+        mesh = cache.get(run.shape)
         start = time.process_time()  # of this process alone: other work on the machine does not count
-        applied = apply_plan(loaded.model, FAMILY, loaded.shards, mesh)
+        applied = apply_plan(loaded.model, family_of(name), loaded.shards, mesh, run)
         seconds.append(time.process_time() - start)
-        errors.append(distance(loaded.model(**make_inputs(case))[0], reference))
+        errors.append(distance(loaded.model(**inputs)[0], reference))
         start = time.process_time()
         applied.remove()
         seconds.append(time.process_time() - start)
-    alone = torch.equal(loaded.model(**make_inputs(case))[0], reference) if tensor == 1 else None
+    same = torch.equal(loaded.model(**inputs)[0], reference) if tensor == 1 else None
     return {
         "errors": errors,
         "slowest": max(seconds),
         "left": [trace for trace in traces_of_plans(loaded.model) if trace not in before],
         "patched": upstream.attention_dispatch._templated_context_parallel_attention
         is attention.context_parallel_attention,
-        "alone": alone,
+        "alone": same,
     }
 
 
@@ -144,18 +176,36 @@ def switched_off(name: str, replacement: Callable[..., None]) -> Iterator[None]:
 
 
 @torch.inference_mode()
-def without_exchange(rank: int, world_size: int, folder: str, shape: list[int]) -> float:
-    """How far the result is off when the ranks' exchange is replaced by what a rank has itself."""
-    mesh = MeshCache("cpu").get(tuple(shape))
-    inputs = make_inputs([1, 16, 4, 4])
-    reference = load(folder).model(**inputs)[0]
-    loaded = load(folder, tensor=shape[2], tensor_rank=mesh.get_local_rank("tensor"))
-    apply_plan(loaded.model, FAMILY, loaded.shards, mesh)
+def without_exchange(
+    rank: int,
+    world_size: int,
+    name: str,
+    folder: str,
+    mode: dict[str, Any],
+    cases: list[dict[str, Any]],
+    **sharing: bool,
+) -> list[float]:
+    """How far the results are off when the ranks' exchange is replaced by what a rank has itself."""
+    alone = load(name, folder).model
+    together = load_ranked(name, folder, mode, **sharing)
+    errors = []
     with (
-        switched_off("all_to_all_single", lambda output, given, *sizes, group: output.copy_(given)),
+        switched_off("all_to_all_single", lambda output, given, *sizes, group: output.zero_()),
+        switched_off("batch_isend_irecv", lambda operations: [_keep_own(operations)]),
         switched_off("all_reduce", lambda tensor, group: None),
     ):
-        return distance(loaded.model(**inputs)[0], reference)
+        for case in cases:
+            inputs = make_inputs(name, alone, case)
+            errors.append(distance(together(inputs), alone(**inputs)[0]))
+    return errors
+
+
+def _keep_own(operations: list[Any]) -> Any:
+    """A transfer that has happened, in which nothing arrived."""
+    for operation in operations:
+        if operation.op is dist.irecv:
+            operation.tensor.zero_()
+    return type("Done", (), {"wait": staticmethod(lambda: None)})
 
 
 # ----- refusals -----
@@ -172,12 +222,13 @@ def refusal(function: Callable[[], Any]) -> str:
 @torch.inference_mode()
 def refusals(rank: int, world_size: int, folder: str) -> dict[str, str]:
     """Error texts for what context parallelism does not do."""
-    model = load(folder).model
-    inputs = make_inputs([1, 16, 4, 4])
+    model, family = load("flux", folder).model, family_of("flux")
+    inputs = make_inputs("flux", model, {})
     mask = {"joint_attention_kwargs": {"attention_mask": torch.ones(1, 16, dtype=torch.bool)}}
     with_batch = {"img_ids": inputs["img_ids"][None]}
-    mesh = MeshCache("cpu").get((1, world_size, 1))
-    applied = apply_context(model, FAMILY, mesh)
+    run = RunMode(ulysses=world_size)
+    mesh = MeshCache("cpu").get(run.shape)
+    applied = apply_context(model, family, mesh, run)
     texts = {
         "mask": refusal(lambda: model(**inputs, **mask)),
         "ids with a batch": refusal(lambda: model(**{**inputs, **with_batch})),
@@ -187,7 +238,7 @@ def refusals(rank: int, world_size: int, folder: str) -> dict[str, str]:
     texts["a configuration of diffusers"] = refusal(lambda: model(**inputs))
     applied.remove()
     model.transformer_blocks[0].attn.processor = lambda *args: None
-    texts["a foreign processor"] = refusal(lambda: apply_context(model, FAMILY, mesh))
+    texts["a foreign processor"] = refusal(lambda: apply_context(model, family, mesh, run))
     texts["left"] = ", ".join(trace for trace in traces_of_plans(model) if "processor" in trace)
     return texts
 
@@ -195,7 +246,7 @@ def refusals(rank: int, world_size: int, folder: str) -> dict[str, str]:
 # ----- meshes -----
 
 
-def cycle_meshes(rank: int, world_size: int, shapes: list[Shape], rounds: int, most: int) -> dict[str, Any]:
+def cycle_meshes(rank: int, world_size: int, shapes: list[list[int]], rounds: int, most: int) -> dict[str, Any]:
     """Threads and open files after every round of asking for all shapes with room for `most`; sums over every axis."""
     meshes_module.MAX_MESHES = most
     cache = MeshCache("cpu")
@@ -249,7 +300,7 @@ def parameter_bytes(model: nn.Module) -> int:
 def load_slices(rank: int, world_size: int, folder: str, dtype: str) -> dict[str, Any]:
     """Loads this rank's slices: bytes held, read and needed on the way, and what maps the files afterwards."""
     with anonymous_peak() as growth:
-        loaded = load(folder, dtype, tensor=world_size, tensor_rank=rank)
+        loaded = load("flux", folder, dtype, Part(tensor_rank=rank, tensor_degree=world_size))
     with open("/proc/self/maps", encoding="ascii") as maps:
         mapped = [line for line in maps if folder in line]
     return {

@@ -1,0 +1,97 @@
+"""The attention backends of diffusers that a user may choose, and what each can do.
+
+A static list, since ComfyUI's side has no diffusers; `tests/unit/test_upstream_contract.py` holds it against the pinned
+version. Left out are backends that download code from the Hub when they are first used, and those for devices that the
+ranks do not run on. Imports nothing of diffusers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from .errors import UserError
+
+AUTO = "auto"
+
+
+@dataclass(frozen=True, kw_only=True)
+class AttentionBackend:
+    """One backend under diffusers' own name."""
+
+    name: str
+    on_cpu: bool = False
+    """Whether it runs on CPU ranks; all run on GPUs."""
+    in_context: bool = False
+    """Whether diffusers lets context-parallel attention (ring, ulysses) use its kernel. The others would attend to
+    their own tokens only, in silence."""
+    returns_lse: bool = False
+    """Whether its kernel gives the log-sum-exp that ring merges by; else torch's own kernels serve the ring."""
+    masks: bool = False
+    """Whether it takes masks."""
+
+
+BACKENDS: tuple[AttentionBackend, ...] = (
+    AttentionBackend(name="native", on_cpu=True, in_context=True, masks=True),
+    AttentionBackend(name="_native_cudnn", in_context=True, returns_lse=True, masks=True),
+    AttentionBackend(name="_native_efficient", masks=True),
+    AttentionBackend(name="_native_flash", in_context=True, returns_lse=True),
+    AttentionBackend(name="_native_math", on_cpu=True, masks=True),
+    AttentionBackend(name="flash", in_context=True, returns_lse=True),
+    AttentionBackend(name="flash_varlen", masks=True),
+    AttentionBackend(name="_flash_3"),
+    AttentionBackend(name="_flash_varlen_3", masks=True),
+    AttentionBackend(name="flex", masks=True),
+    AttentionBackend(name="sage", in_context=True, returns_lse=True),
+    AttentionBackend(name="sage_varlen", masks=True),
+    AttentionBackend(name="_sage_qk_int8_pv_fp8_cuda"),
+    AttentionBackend(name="_sage_qk_int8_pv_fp8_cuda_sm90"),
+    AttentionBackend(name="_sage_qk_int8_pv_fp16_cuda"),
+    AttentionBackend(name="_sage_qk_int8_pv_fp16_triton"),
+    AttentionBackend(name="xformers", masks=True),
+)
+
+BACKEND_NAMES = (AUTO, *(backend.name for backend in BACKENDS))
+"""What the widget offers. "auto" is torch's own attention."""
+
+
+def backend_named(name: str) -> AttentionBackend:
+    """The backend of that name; "auto" is "native". `UserError` for any other."""
+    wanted = "native" if name == AUTO else name
+    for backend in BACKENDS:
+        if backend.name == wanted:
+            return backend
+    hub = (
+        " Backends that download code when they are used ('..._hub') are not offered." if name.endswith("_hub") else ""
+    )
+    raise UserError(f"attention_backend is {name!r}; expected one of {', '.join(BACKEND_NAMES)}.{hub}")
+
+
+def check_backend(name: str, *, device: str, ring: int, ulysses: int) -> None:
+    """`UserError` for a backend that cannot serve the device or the context axes; names those that can."""
+    backend = backend_named(name)
+    on_cpu, in_context = device.startswith("cpu"), ring * ulysses > 1
+    fitting = [
+        other.name for other in BACKENDS if (other.on_cpu or not on_cpu) and (other.in_context or not in_context)
+    ]
+    if backend.name in fitting:
+        return
+    if on_cpu and not backend.on_cpu:
+        reason = "needs a GPU, and these are CPU ranks"
+    else:
+        reason = f"cannot share one row's tokens out over ranks (ring {ring}, ulysses {ulysses})"
+    raise UserError(f"attention_backend {name!r} {reason}. What works here: {_or(fitting)}.")
+
+
+def check_masks(name: str) -> None:
+    """`UserError` for a backend that takes no masks, where a prompt has one."""
+    if not backend_named(name).masks:
+        fitting = [other.name for other in BACKENDS if other.masks]
+        raise UserError(
+            f"attention_backend {name!r} takes no masks, but a prompt of this batch has one (padded text). "
+            f"What works here: {_or(fitting)}."
+        )
+
+
+def _or(names: Sequence[str]) -> str:
+    return ", ".join(map(repr, [AUTO, *names]))
