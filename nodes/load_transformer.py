@@ -47,7 +47,7 @@ def make_remote(model_name: str, weight_dtype: str, plan: ParallelPlan) -> Remot
     num_bytes = _weight_bytes(checkpoint, family, dtype)
     room = int(_FIT_SHARE * min(engine().total_memory(device, plan.world_size) for device in plan.devices))
     fits = num_bytes <= room
-    chosen = resolve(plan, rows=1, heads=family.num_heads(config), fits_one_device=fits).plan
+    chosen = resolve(plan, rows=1, heads=family.tensor_units(config), fits_one_device=fits).plan
     family.check_plan(config, chosen)
     shards = chosen.ring * chosen.ulysses if plan.shard_weights else 1
     part = num_bytes // (chosen.tensor * shards)
@@ -55,7 +55,7 @@ def make_remote(model_name: str, weight_dtype: str, plan: ParallelPlan) -> Remot
     if offload:
         _check_host(num_bytes, chosen)
     elif plan.strategy == "auto" and part > room:
-        _refuse_too_large(num_bytes, chosen.tensor, room, family.num_heads(config))
+        _refuse_too_large(num_bytes, chosen.tensor, room, family.tensor_units(config))
     spec = TransformerSpec(
         devices=plan.devices,
         folder=str(checkpoint.folder),
@@ -99,14 +99,14 @@ def _check_host(num_bytes: int, plan: ParallelPlan) -> None:
         )
 
 
-def _refuse_too_large(num_bytes: int, tensor: int, room: int, heads: int) -> None:
+def _refuse_too_large(num_bytes: int, tensor: int, room: int, units: int) -> None:
     """Before minutes of loading end in an out-of-memory error."""
-    enough = [degree for degree in range(tensor + 1, heads + 1) if heads % degree == 0 and num_bytes / degree <= room]
+    enough = [degree for degree in range(tensor + 1, units + 1) if units % degree == 0 and num_bytes / degree <= room]
     advice = f"{enough[0]} such devices would do" if enough else "no number of such devices would do"
     raise UserError(
         f"The weights take {format_bytes(num_bytes)}; sliced over {tensor} of these devices each would hold "
         f"{format_bytes(num_bytes // tensor)}, and there is room for {format_bytes(room)} (three quarters of the "
-        f"smallest). {advice} ({heads} attention heads must be divisible by their number); a 16-bit weight_dtype "
+        f"smallest). {advice} (their number must divide {units}); a 16-bit weight_dtype "
         "halves float32 weights."
     )
 

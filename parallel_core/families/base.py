@@ -117,6 +117,8 @@ class Family:
     """Where diffusers has no context-parallel plan or has it wrong."""
     tp_plan: Mapping[str, Any] | None = None
     """Where diffusers has no tensor-parallel plan or has it wrong."""
+    tp_units: Callable[[Config], int] | None = None
+    """What a tensor degree must divide, where that is not the number of heads alone."""
     tp_norms: tuple[str, ...] = ()
     """RMS norms (globs) over the channels of all heads: a rank norms its own by the sum of squares over all ranks."""
     tp_heads: tuple[str, ...] = ()
@@ -134,6 +136,10 @@ class Family:
         """The diffusers class's own name, as config.json gives it."""
         return self.transformer.split(":")[1]
 
+    def tensor_units(self, config: Config) -> int:
+        """A tensor degree works when it divides this number."""
+        return (self.tp_units or self.num_heads)(config)
+
     def is_fp32(self, name: str) -> bool:
         """Whether the weight of that name keeps float32."""
         return any(fnmatch(name, pattern) for pattern in self.fp32_weights)
@@ -149,12 +155,12 @@ def resolve_class(path: str) -> Any:
     return getattr(importlib.import_module(module), name)
 
 
-def refuse_uneven_heads(heads: int, tensor: int) -> None:
-    """`UserError` when `heads` attention heads cannot be dealt to `tensor` ranks evenly."""
-    if heads % tensor:
-        nearest = min((d for d in range(1, heads + 1) if heads % d == 0), key=lambda d: (abs(d - tensor), d))
+def refuse_uneven(sliced: str, units: int, tensor: int) -> None:
+    """`UserError` when `tensor` does not divide `units`, which stand for what is `sliced` ("24 attention heads")."""
+    if units % tensor:
+        nearest = min((d for d in range(1, units + 1) if units % d == 0), key=lambda d: (abs(d - tensor), d))
         raise UserError(
-            f"tensor is {tensor}, but this model's {heads} attention heads cannot be dealt to {tensor} ranks "
+            f"tensor is {tensor}, but this model's {sliced} cannot be dealt to {tensor} ranks "
             f"evenly. The nearest degree that works is tensor {nearest}; ulysses works with any number of heads."
         )
 

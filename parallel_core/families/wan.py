@@ -7,12 +7,13 @@ the weights. Knows no process and no node.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
 from ..errors import UserError
 from ..plan import ParallelPlan
-from .base import ComfySide, Config, Family, SeamCall, refuse_uneven_heads
+from .base import ComfySide, Config, Family, SeamCall, refuse_uneven
 from .wan_rank import finish, prepare, set_up
 from .wan_shapes import Shapes, expected_shapes, inner_dim, out_channels
 
@@ -52,8 +53,14 @@ def _num_heads(config: Config) -> int:
     return int(config["num_attention_heads"])
 
 
+def _tensor_units(config: Config) -> int:
+    """Heads and feed-forward are both sliced, and neither width is a multiple of the other (40 heads, 13824)."""
+    return math.gcd(_num_heads(config), int(config["ffn_dim"]))
+
+
 def _check_plan(config: Config, plan: ParallelPlan) -> None:
-    refuse_uneven_heads(_num_heads(config), plan.tensor)
+    sliced = f"{_num_heads(config)} attention heads and {config['ffn_dim']} feed-forward channels"
+    refuse_uneven(sliced, _tensor_units(config), plan.tensor)
 
 
 def _checked_shapes(config: Config) -> Shapes:
@@ -180,6 +187,7 @@ FAMILY = Family(
         "blocks.*.ffn.net.0.proj": "colwise",
         "blocks.*.ffn.net.2": "rowwise",
     },
+    tp_units=_tensor_units,
     tp_norms=("blocks.*.attn*.norm_q", "blocks.*.attn*.norm_k", "blocks.*.attn2.norm_added_k"),
     tp_heads=("blocks.*.attn1", "blocks.*.attn2"),
     fp32_weights=(

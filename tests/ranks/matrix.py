@@ -72,7 +72,7 @@ MODELS: dict[str, Model] = {
     "flux, 6 heads": Model(name="flux", config={"num_attention_heads": 6}, inputs=_FLUX_INPUTS),
     "flux without guidance": Model(name="flux", config={"guidance_embeds": False}, inputs={"even": {}}),
     "wan": Model(name="wan", inputs=_VIDEO_INPUTS),
-    "wan, 6 heads": Model(name="wan", config={"num_attention_heads": 6}, inputs=_VIDEO_INPUTS),
+    "wan, 6 heads": Model(name="wan", config={"num_attention_heads": 6, "ffn_dim": 192}, inputs=_VIDEO_INPUTS),
     "wan I2V": Model(name="wan-i2v", inputs=_VIDEO_INPUTS),
     "wan 5B": Model(name="wan-5b", inputs=_VIDEO_INPUTS),
 }

@@ -18,7 +18,7 @@ from parallel_core.errors import UserError
 from parallel_core.families.registry import find_family
 from parallel_core.families.wan import FAMILY
 from parallel_core.families.wan_rank import sinusoids
-from parallel_core.plan import ParallelPlan
+from parallel_core.plan import ParallelPlan, resolve
 from tests.tiny_wan import TINY, VARIANTS, build_transformer, rotations
 
 
@@ -87,10 +87,21 @@ def test_other_classes_are_refused_by_name(tmp_path: Any, name: str) -> None:
         find_family(Checkpoint(folder=tmp_path, class_name=name, config={}, tensors={}))
 
 
-def test_a_tensor_degree_that_heads_cannot_serve() -> None:
-    plan = ParallelPlan(devices=tuple(f"cpu:{i}" for i in range(3)), tensor=3)
-    with pytest.raises(UserError, match="40 attention heads cannot be dealt to 3 ranks.*tensor 2"):
+@pytest.mark.parametrize(("tensor", "nearest"), [(3, 2), (5, 4), (16, 8)])
+def test_a_tensor_degree_must_divide_heads_and_feed_forward(tensor: int, nearest: int) -> None:
+    """5 divides the 40 heads of the 14B model, but not its 13824 channels."""
+    plan = ParallelPlan(devices=tuple(f"cpu:{i}" for i in range(tensor)), tensor=tensor)
+    says = f"40 attention heads and 13824 feed-forward channels cannot be dealt to {tensor} ranks.*tensor {nearest};"
+    with pytest.raises(UserError, match=says):
         FAMILY.check_plan(FAMILY.full_config({}), plan)
+
+
+def test_auto_slices_into_degrees_that_work() -> None:
+    """The 5B model has 24 heads, which 3 devices could share, and 14336 channels, which they could not."""
+    units = FAMILY.tensor_units(FAMILY.full_config({"num_attention_heads": 24, "ffn_dim": 14336}))
+    for devices, degree in ((2, 2), (3, 1), (6, 2), (8, 8)):
+        plan = ParallelPlan(devices=tuple(f"cpu:{i}" for i in range(devices)), strategy="auto")
+        assert resolve(plan, rows=1, heads=units, fits_one_device=False).plan.tensor == degree
 
 
 def cond(**changed: Any) -> dict[str, Any]:
