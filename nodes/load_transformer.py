@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 from comfy_api.latest import io
@@ -32,6 +33,7 @@ def inspect_model(model_name: str, weight_dtype: str) -> tuple[Checkpoint, Famil
         raise UserError(f"weight_dtype is {weight_dtype!r}; expected one of {', '.join(WEIGHT_DTYPES)}.")
     checkpoint = read_checkpoint(find_model(model_name, "transformer"), "transformer")
     family = find_family(checkpoint)
+    checkpoint = checkpoint.without(family.unused_weights)
     check_loadable(checkpoint)
     config = family.full_config(checkpoint.config)
     if family.check_config is not None:
@@ -45,10 +47,10 @@ def make_remote(model_name: str, weight_dtype: str, plan: ParallelPlan) -> Remot
     checkpoint, family = inspect_model(model_name, weight_dtype)
     config = family.full_config(checkpoint.config)
     dtype = checkpoint.dtype if weight_dtype == "default" else weight_dtype
-    num_bytes = checkpoint.num_elements * _BYTES[dtype]
+    num_bytes = _weight_bytes(checkpoint, family, dtype)
     room = int(_FIT_SHARE * min(engine().total_memory(device, plan.world_size) for device in plan.devices))
     fits = num_bytes <= room
-    chosen = resolve(plan, rows=1, heads=family.num_heads(config), fits_one_device=fits).plan
+    chosen = resolve(plan, rows=1, heads=family.tensor_units(config), fits_one_device=fits).plan
     family.check_plan(config, chosen)
     shards = chosen.ring * chosen.ulysses if plan.shard_weights else 1
     part = num_bytes // (chosen.tensor * shards)
@@ -56,7 +58,7 @@ def make_remote(model_name: str, weight_dtype: str, plan: ParallelPlan) -> Remot
     if offload:
         _check_host(num_bytes, chosen)
     elif plan.strategy == "auto" and part > room:
-        _refuse_too_large(num_bytes, chosen.tensor, room, family.num_heads(config))
+        _refuse_too_large(num_bytes, chosen.tensor, room, family.tensor_units(config))
     spec = TransformerSpec(
         devices=plan.devices,
         folder=str(checkpoint.folder),
@@ -70,6 +72,15 @@ def make_remote(model_name: str, weight_dtype: str, plan: ParallelPlan) -> Remot
         offload=offload,
     )
     return RemoteTransformer(engine=engine(), spec=spec, plan=plan, family=family, config=config)
+
+
+def _weight_bytes(checkpoint: Checkpoint, family: Family, dtype: str) -> int:
+    """Bytes of the loaded weights."""
+    kept = max(_BYTES[dtype], _BYTES["float32"])
+    return sum(
+        math.prod(tensor.shape) * (kept if family.is_fp32(tensor.name) else _BYTES[dtype])
+        for tensor in checkpoint.tensors.values()
+    )
 
 
 def _limit(plan: ParallelPlan, room: int) -> int:
@@ -91,14 +102,14 @@ def _check_host(num_bytes: int, plan: ParallelPlan) -> None:
         )
 
 
-def _refuse_too_large(num_bytes: int, tensor: int, room: int, heads: int) -> None:
+def _refuse_too_large(num_bytes: int, tensor: int, room: int, units: int) -> None:
     """Before minutes of loading end in an out-of-memory error."""
-    enough = [degree for degree in range(tensor + 1, heads + 1) if heads % degree == 0 and num_bytes / degree <= room]
+    enough = [degree for degree in range(tensor + 1, units + 1) if units % degree == 0 and num_bytes / degree <= room]
     advice = f"{enough[0]} such devices would do" if enough else "no number of such devices would do"
     raise UserError(
         f"The weights take {format_bytes(num_bytes)}; sliced over {tensor} of these devices each would hold "
         f"{format_bytes(num_bytes // tensor)}, and there is room for {format_bytes(room)} (three quarters of the "
-        f"smallest). {advice} ({heads} attention heads must be divisible by their number); a 16-bit weight_dtype "
+        f"smallest). {advice} (their number must divide {units}); a 16-bit weight_dtype "
         "halves float32 weights."
     )
 

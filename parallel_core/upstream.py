@@ -16,6 +16,7 @@ from diffusers.hooks.tensor_parallel import resolve_tp_shard_specs
 from diffusers.models import attention_dispatch
 from diffusers.models._modeling_parallel import ContextParallelInput, ContextParallelOutput
 from diffusers.models.attention_dispatch import AttentionBackendName
+from diffusers.models.attention_dispatch import dispatch_attention_fn as dispatch_attention
 from torch import nn
 
 from .attention_backends import backend_named
@@ -30,6 +31,7 @@ __all__ = [
     "check_backend_package",
     "choose_backend",
     "context_parallel_plan",
+    "dispatch_attention",
     "release_context_attention",
     "repeated_blocks",
     "replace_context_attention",

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from torch import Tensor
 
 from parallel_core.families.base import Family
 from parallel_core.families.registry import family_named
-from tests import tiny_flux, tiny_qwen
+from tests import tiny_flux, tiny_qwen, tiny_wan
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,11 +97,37 @@ def _grid(index: int, height: int, width: int) -> Tensor:
     return torch.stack([torch.full_like(rows, index), rows - height // 2, columns - width // 2], dim=-1).flatten(0, 1)
 
 
+def _wan_inputs(case: Case, config: dict[str, Any]) -> dict[str, Any]:
+    """The 5B model gets a time per frame, I2V an image of 7 tokens."""
+    noise = Noise(case.dtype)
+    height, width = case.size
+    rows = {
+        "x": noise(case.batch, config["in_channels"], case.frames, 2 * height, 2 * width),
+        "times": torch.linspace(300, 900, case.batch),
+        "context": noise(case.batch, case.text, config["text_dim"]),
+    }
+    if config["out_channels"] == 48:
+        rows["times"] = torch.outer(rows["times"], torch.linspace(0, 1, case.frames))
+    if config.get("image_dim"):
+        rows["clip_fea"] = noise(case.batch, 7, config["image_dim"])
+    return family_named("wan").prepare(rows, {"rope": tiny_wan.rotations(case.frames, height, width)})
+
+
+def _tiny_wan(variant: str) -> TinyModel:
+    config = {**tiny_wan.TINY, **tiny_wan.VARIANTS[variant]}
+    return TinyModel(
+        family="wan", config=config, write=partial(tiny_wan.write_transformer, variant=variant), inputs=_wan_inputs
+    )
+
+
 TINY_MODELS: dict[str, TinyModel] = {
     "flux": TinyModel(family="flux", config=tiny_flux.TINY, write=tiny_flux.write_transformer, inputs=_flux_inputs),
     "qwen": TinyModel(
         family="qwen-image", config=tiny_qwen.TINY, write=tiny_qwen.write_transformer, inputs=_qwen_inputs
     ),
+    "wan": _tiny_wan("t2v"),
+    "wan-i2v": _tiny_wan("i2v"),
+    "wan-5b": _tiny_wan("5b"),
 }
 
 

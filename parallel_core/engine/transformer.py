@@ -69,7 +69,7 @@ class RemoteTransformer:
     def choose(self, num_rows: int) -> PlanChoice:
         """The degrees for an evaluation of `num_rows` rows."""
         return resolve(
-            self.plan, rows=num_rows, heads=self.family.num_heads(self.config), fits_one_device=self.spec.tensor == 1
+            self.plan, rows=num_rows, heads=self.family.tensor_units(self.config), fits_one_device=self.spec.tensor == 1
         )
 
     def evaluate(self, calls: Sequence[SeamCall], *, label: str, poll: Poll | None = None) -> list[torch.Tensor]:

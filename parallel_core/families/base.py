@@ -10,6 +10,7 @@ from __future__ import annotations
 import importlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from fnmatch import fnmatch
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -126,17 +127,32 @@ class Family:
     """Where diffusers has no context-parallel plan or has it wrong."""
     tp_plan: Mapping[str, Any] | None = None
     """Where diffusers has no tensor-parallel plan or has it wrong."""
+    tp_units: Callable[[Config], int] | None = None
+    """What a tensor degree must divide, where that is not the number of heads alone."""
     tp_norms: tuple[str, ...] = ()
     """RMS norms (globs) over the channels of all heads: a rank norms its own by the sum of squares over all ranks."""
     tp_heads: tuple[str, ...] = ()
     """Attention modules (globs) whose `heads` must be the number of local heads."""
     tp_replicated_output: tuple[str, ...] = ()
     """Linear layers (globs) that are sliced over the ranks too, but whose whole output every rank needs."""
+    fp32_weights: tuple[str, ...] = ()
+    """Weights (globs) that are held in float32 when the model runs in 16 bits; the layers' own code computes with
+    them in float32."""
+    unused_weights: tuple[str, ...] = ()
+    """Weights (globs) that some files hold and neither diffusers nor ComfyUI reads."""
 
     @property
     def class_name(self) -> str:
         """The diffusers class's own name, as config.json gives it."""
         return self.transformer.split(":")[1]
+
+    def tensor_units(self, config: Config) -> int:
+        """A tensor degree works when it divides this number."""
+        return (self.tp_units or self.num_heads)(config)
+
+    def is_fp32(self, name: str) -> bool:
+        """Whether the weight of that name keeps float32."""
+        return any(fnmatch(name, pattern) for pattern in self.fp32_weights)
 
     def full_config(self, config: Config) -> dict[str, Any]:
         """The config with the defaults filled in."""

@@ -1,4 +1,4 @@
-"""What families have in common: the weights of a linear layer, and the rule that tensor ranks share out whole heads.
+"""What families have in common: the weights of a linear layer, and the rule that tensor ranks get equal shares.
 
 Knows no family.
 """
@@ -6,7 +6,6 @@ Knows no family.
 from __future__ import annotations
 
 from ..errors import UserError
-from ..plan import ParallelPlan
 
 
 def linear(name: str, out_features: int, in_features: int) -> dict[str, tuple[int, ...]]:
@@ -14,11 +13,11 @@ def linear(name: str, out_features: int, in_features: int) -> dict[str, tuple[in
     return {f"{name}.weight": (out_features, in_features), f"{name}.bias": (out_features,)}
 
 
-def check_heads(heads: int, plan: ParallelPlan) -> None:
-    """`UserError` for a tensor degree that does not divide the attention heads."""
-    if heads % plan.tensor:
-        nearest = min((d for d in range(1, heads + 1) if heads % d == 0), key=lambda d: (abs(d - plan.tensor), d))
+def refuse_uneven(sliced: str, units: int, tensor: int) -> None:
+    """`UserError` when `tensor` does not divide `units`, which stand for what is `sliced` ("24 attention heads")."""
+    if units % tensor:
+        nearest = min((d for d in range(1, units + 1) if units % d == 0), key=lambda d: (abs(d - tensor), d))
         raise UserError(
-            f"tensor is {plan.tensor}, but this model's {heads} attention heads cannot be dealt to {plan.tensor} ranks "
+            f"tensor is {tensor}, but this model's {sliced} cannot be dealt to {tensor} ranks "
             f"evenly. The nearest degree that works is tensor {nearest}; ulysses works with any number of heads."
         )

@@ -14,7 +14,7 @@ import torch
 from ..errors import UserError
 from ..plan import ParallelPlan
 from .base import ComfySide, Config, Family, SeamCall
-from .common import check_heads, linear
+from .common import linear, refuse_uneven
 
 _PATCH = 2
 _TIME_CHANNELS = 256
@@ -97,7 +97,8 @@ def _single_block_shapes(block: str, config: Config) -> dict[str, tuple[int, ...
 
 
 def _check_plan(config: Config, plan: ParallelPlan) -> None:
-    check_heads(_num_heads(config), plan)
+    heads = _num_heads(config)
+    refuse_uneven(f"{heads} attention heads", heads, plan.tensor)
 
 
 def _segment_lengths(config: Config, call: SeamCall) -> dict[str, int]:

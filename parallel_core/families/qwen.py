@@ -14,7 +14,7 @@ import torch
 from ..errors import UserError
 from ..plan import ParallelPlan
 from .base import Config, Family, SeamCall
-from .common import check_heads, linear
+from .common import linear, refuse_uneven
 from .qwen_comfy import COMFY_SIDE, LATENT_CHANNELS, PATCH
 
 _TIME_CHANNELS = 256
@@ -96,7 +96,8 @@ def _check_config(config: Config) -> None:
 
 
 def _check_plan(config: Config, plan: ParallelPlan) -> None:
-    check_heads(_num_heads(config), plan)
+    heads = _num_heads(config)
+    refuse_uneven(f"{heads} attention heads", heads, plan.tensor)
 
 
 def _segment_lengths(config: Config, call: SeamCall) -> dict[str, int]:

@@ -84,13 +84,13 @@ def load_transformer(
     Raises UserError, before any weight is read, for a folder without config or weights, damaged files, weights that do
     not fit the config and a degree that does not fit the model.
     """
-    checkpoint = read_checkpoint(folder, "transformer")
+    checkpoint = read_checkpoint(folder, "transformer").without(family.unused_weights)
     check_loadable(checkpoint)
     with init_empty_weights(include_buffers=False):
         model: nn.Module = resolve_class(family.transformer).from_config(dict(checkpoint.config))
     check_shapes(checkpoint, {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()})
     shards = tensor_shards(model, family, part.tensor_degree)
-    reader = _Reader(shards, part, dtype, device)
+    reader = _Reader(shards, part, family, dtype, device)
     put = _put if part.shared_over is None else _share(model, reader, part)
     for name, source in weights(checkpoint):
         put(model, name, reader.read(source, name))
@@ -110,9 +110,12 @@ def _to_device(model: nn.Module, device: torch.device) -> None:
 class _Reader:
     """Reads a rank's part of one tensor after the other."""
 
-    def __init__(self, shards: Mapping[str, ShardSpec], part: Part, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(
+        self, shards: Mapping[str, ShardSpec], part: Part, family: Family, dtype: torch.dtype, device: torch.device
+    ) -> None:
         self._shards = shards
         self._part = part
+        self._family = family
         self._dtype = dtype
         self._device = torch.device("cpu") if part.offload else device
         self.bytes_read = 0
@@ -124,7 +127,10 @@ class _Reader:
             return None
         self.bytes_read += part.nbytes
         # a copy even where dtype and device already fit: the file's memory map must not live on in the model
-        return part.to(self._device, self._dtype, copy=True).contiguous()
+        return part.to(self._device, self._dtype_of(name), copy=True).contiguous()
+
+    def _dtype_of(self, name: str) -> torch.dtype:
+        return torch.promote_types(self._dtype, torch.float32) if self._family.is_fp32(name) else self._dtype
 
     def _cut(self, source: Slice, spec: ShardSpec | None) -> Tensor | None:
         mesh = self._part.shared_over
@@ -137,7 +143,7 @@ class _Reader:
         """A meta tensor of the shape and dtype that this tensor rank has of `whole`, before it is shared out."""
         spec = self._shards.get(name)
         sliced = whole if spec is None else spec.take(whole, self._part.tensor_rank, self._part.tensor_degree)
-        return None if sliced is None else torch.empty(sliced.shape, dtype=self._dtype, device="meta")
+        return None if sliced is None else torch.empty(sliced.shape, dtype=self._dtype_of(name), device="meta")
 
 
 def _share(model: nn.Module, reader: _Reader, part: Part) -> Callable[[nn.Module, str, Tensor | None], None]:

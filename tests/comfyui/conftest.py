@@ -20,6 +20,7 @@ from tests.comfyui.broken_models import BROKEN, missing_tensor, write_broken
 from tests.comfyui.harness import REPOSITORY, Comfy, make_base
 from tests.comfyui.parity import PLANS
 from tests.tiny_flux import write_hollow, write_pipeline, write_transformer
+from tests.tiny_wan import write_all as write_all_wan
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -60,7 +61,7 @@ def rank_python() -> Path:
 
 @pytest.fixture(scope="session")
 def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A models folder: Flux with and without guidance, sharded, bare, large, broken; Qwen-Image; a LoRA."""
+    """A models folder: Flux with and without guidance, sharded, bare, large, broken; Qwen-Image; every Wan; a LoRA."""
     models = tmp_path_factory.mktemp("models")
     diffusers = models / "diffusers"
     write_pipeline(diffusers / "tiny-flux")
@@ -76,6 +77,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     write_broken(diffusers / "broken-qwen", diffusers / "tiny-qwen", missing_tensor)
     for breaking in BROKEN:
         write_broken(diffusers / f"broken-{breaking.__name__}", diffusers / "tiny-flux", breaking)
+    write_all_wan(diffusers)
     (models / "loras").mkdir()
     target = "transformer.transformer_blocks.0.attn.to_q"
     lora = {f"{target}.lora_A.weight": torch.ones(4, 64), f"{target}.lora_B.weight": torch.ones(64, 4)}

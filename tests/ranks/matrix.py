@@ -67,6 +67,14 @@ _QWEN_INPUTS: dict[str, dict[str, Any]] = {
     "text 511, two references": {"text": 511, "frames": 3, "size": [5, 4]},
 }
 
+_VIDEO_INPUTS: dict[str, dict[str, Any]] = {
+    "even": {"text": 16, "frames": 2, "size": [4, 4]},
+    "odd frames": {"batch": 2, "text": 77, "frames": 3, "size": [3, 5]},
+    "one frame": {"text": 1, "size": [5, 5]},
+    "batch 3": {"batch": 3, "text": 600, "frames": 3, "size": [3, 3]},
+    "few tokens": {"text": 1, "size": [2, 2]},
+}
+
 MODELS: dict[str, Model] = {
     "flux": Model(name="flux", inputs=_FLUX_INPUTS),
     "flux, 3 heads": Model(name="flux", config={"num_attention_heads": 3}, inputs=_FLUX_INPUTS),
@@ -74,6 +82,10 @@ MODELS: dict[str, Model] = {
     "qwen": Model(name="qwen", inputs=_QWEN_INPUTS),
     "qwen, 3 heads": Model(name="qwen", config={"num_attention_heads": 3}, inputs=_QWEN_INPUTS),
     "flux without guidance": Model(name="flux", config={"guidance_embeds": False}, inputs={"even": {}}),
+    "wan": Model(name="wan", inputs=_VIDEO_INPUTS),
+    "wan, 6 heads": Model(name="wan", config={"num_attention_heads": 6, "ffn_dim": 192}, inputs=_VIDEO_INPUTS),
+    "wan I2V": Model(name="wan-i2v", inputs=_VIDEO_INPUTS),
+    "wan 5B": Model(name="wan-5b", inputs=_VIDEO_INPUTS),
 }
 
 

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
@@ -38,7 +39,8 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize(("model", "mode"), _marked())
 def test_ranks_compute_what_one_rank_computes(folders: dict[str, str], model: str, mode: str, dtype: str) -> None:
-    """float32: 1e-6. bfloat16: the same bits where only tokens and heads move; else within one rank's own rounding."""
+    """float32: 1e-6. bfloat16: the same bits where only tokens and heads move; else as near as two results are that
+    both have one rank's rounding, each its own."""
     if reason := refusal(MODELS[model], mode):
         assert "nearest degree that works" in reason
         return
@@ -62,7 +64,7 @@ def test_ranks_compute_what_one_rank_computes(folders: dict[str, str], model: st
             elif keeps_bits:
                 assert is_equal, where
             else:
-                assert error <= rounding, where
+                assert error <= math.sqrt(2) * rounding, where
 
 
 @pytest.mark.parametrize(("model", "mode"), _marked())
