@@ -30,6 +30,8 @@ class QwenCase(Case):
     masked: bool = False
     """Inpainting by mask over an existing latent."""
     easy_cache: bool = False
+    shift: float | None = None
+    """As in the stock workflow, ModelSamplingAuraFlow with it and CFGNorm; None: neither node."""
 
 
 def load_ours(graph: Graph, plan: dict[str, object], case: QwenCase, *, dtype: str = "float32") -> Node:
@@ -46,6 +48,9 @@ def edit(graph: Graph, model: Node, case: QwenCase, *, counter: str | None = Non
     negative = graph.add("TestConditioning", tokens=case.negative_tokens, seed=200, padding=case.padding)
     positive = _with_references(graph, positive, case)
     negative = _with_references(graph, negative, case) if case.negative_references else negative
+    if case.shift is not None:
+        model = graph.add("ModelSamplingAuraFlow", model=model, shift=case.shift)
+        model = graph.add("CFGNorm", model=model, strength=0.9)
     if case.easy_cache:
         model = graph.add("EasyCache", model=model, **EASY_CACHE)
     if counter is not None:
@@ -83,6 +88,7 @@ TEXT_TO_IMAGE = (
     QwenCase(name="cfg-3-batch-2-uneven", cfg=3.0, batch=2, tokens=17, negative_tokens=90, steps=4),
     QwenCase(name="padded-text", cfg=3.0, tokens=9, negative_tokens=17, padding=6, batch=2, steps=4),
     QwenCase(name="masked", masked=True, denoise=0.6, steps=4, cfg=3.0, negative_tokens=3, batch=2, width=72),
+    QwenCase(name="shift-and-cfg-norm", shift=3.1, cfg=2.5, negative_tokens=11, steps=4),
     QwenCase(name="easy-cache", easy_cache=True, steps=8, cfg=3.0, negative_tokens=7, batch=2),
 )
 

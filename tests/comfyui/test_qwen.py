@@ -137,6 +137,7 @@ DIFFERENT = [
     replace(PLAIN, cfg=3.0, negative_tokens=18),
     replace(PLAIN, seed=12),
     replace(PLAIN, sampler="dpmpp_2m"),
+    replace(PLAIN, shift=3.1),
     replace(PLAIN, masked=True),
     replace(PLAIN, easy_cache=True),
     replace(PLAIN, references=((48, 80),)),
