@@ -8,7 +8,6 @@ samplers; knows no rank.
 from __future__ import annotations
 
 import math
-import uuid
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -58,6 +57,5 @@ def prompt_by_prompt(conditions: Conditions, prepare: Callable[[Conditions], Con
     for index in range(count):
         own = {name: [freed(entry) for entry in entries_for(found, index)] for name, found in conditions.items()}
         for name, entries in prepare(own).items():
-            # Caches such as EasyCache know an entry by its uuid, and one that held for every row is several now.
-            prepared[name] += [{**assigned(entry, PromptRow(index, count)), "uuid": uuid.uuid4()} for entry in entries]
+            prepared[name] += [assigned(entry, PromptRow(index, count)) for entry in entries]
     return prepared

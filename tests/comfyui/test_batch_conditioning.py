@@ -304,21 +304,22 @@ def test_a_prompt_that_is_combined_with_them_is_for_every_image(comfy: Comfy, lo
     assert distance(ours, added.expected(comfy, load_reference)) <= FP32_TOLERANCE
 
 
-def in_the_left_half(graph: Graph, which: int, prompt: Prompt) -> Node:
-    area = {"width": 0.5, "height": 1.0, "x": 0.0, "y": 0.0, "strength": 0.7}
-    inside = graph.add("ConditioningSetAreaPercentage", conditioning=prompt(graph, which), **area)
-    everywhere = graph.add("TestConditioning", tokens=12, seed=700)
-    return graph.add("ConditioningCombine", conditioning_1=inside, conditioning_2=everywhere)
+def weighted(graph: Graph, which: int, prompt: Prompt, area: dict[str, float]) -> Node:
+    """The prompt weaker than another one, in an area or everywhere."""
+    node = "ConditioningSetAreaPercentage" if area else "ConditioningSetAreaStrength"
+    weaker = graph.add(node, conditioning=prompt(graph, which), strength=0.7, **area)
+    return with_more(graph, which, lambda graph, which: weaker)
 
 
+@pytest.mark.parametrize("area", [{}, {"width": 0.5, "height": 1.0, "x": 0.0, "y": 0.0}], ids=["strength", "area"])
 @pytest.mark.parametrize("load", [REPLICAS, behind("TestCountCalls", REPLICAS, counter="area")], ids=["own", "watched"])
-def test_an_area_may_be_set_for_all_prompts_at_once(comfy: Comfy, load: Loader) -> None:
-    """ComfyUI's area nodes set a strength, in the place of the one that chooses the images."""
+def test_a_strength_may_be_set_for_all_prompts_at_once(comfy: Comfy, load: Loader, area: dict[str, float]) -> None:
+    """With our MODEL: ComfyUI's nodes put it in the place of the strength that chooses the images."""
     case = Case(name="halves", width=128, height=128, batch=2)
-    halves = Scene(name="halves", num_prompts=2, prompt=partial(in_the_left_half, prompt=text), case=case, cfg=3.0)
+    alone = Scene(name="halves", num_prompts=2, prompt=partial(weighted, prompt=text, area=area), case=case, cfg=3.0)
     two = partial(one_per_image, prompt=text, count=2)
-    ours = halves.latents(comfy, load, partial(in_the_left_half, prompt=two), other_text)
-    assert distance(ours, halves.expected(comfy, load_reference)) <= FP32_TOLERANCE
+    ours = alone.latents(comfy, load, partial(weighted, prompt=two, area=area), other_text)
+    assert distance(ours, alone.expected(comfy, load_reference)) <= FP32_TOLERANCE
 
 
 # ----- what is refused -----
