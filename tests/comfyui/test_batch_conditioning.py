@@ -26,6 +26,7 @@ Sampling = Callable[[Graph, Node, Case, Node, Node], Node]
 
 
 def text(graph: Graph, index: int, *, seed: int = 100) -> Node:
+    """Prompt `index`; another `seed` is other words."""
     return graph.add("TestConditioning", tokens=LENGTHS[index], seed=seed + 10 * index)
 
 
@@ -66,6 +67,15 @@ def regional_text(graph: Graph, index: int) -> Node:
     for more in (masked, there):
         everywhere = graph.add("ConditioningCombine", conditioning_1=everywhere, conditioning_2=more)
     return everywhere
+
+
+def scheduled_text(graph: Graph, index: int) -> Node:
+    """One prompt for the beginning, another one, of another length, for the rest."""
+    early, late = text(graph, index), text(graph, index, seed=150)
+    middle = 0.3 + 0.2 * index
+    early = graph.add("ConditioningSetTimestepRange", conditioning=early, start=0.0, end=middle)
+    late = graph.add("ConditioningSetTimestepRange", conditioning=late, start=middle, end=1.0)
+    return graph.add("ConditioningCombine", conditioning_1=early, conditioning_2=late)
 
 
 def ksampler(graph: Graph, model: Node, case: Case, positive: Node, negative: Node) -> Node:
@@ -171,6 +181,7 @@ SCENES = (
     Scene(name="inpainting", num_prompts=2, sampling=inpainting, cfg=3.0, case=Case(name="i", denoise=0.6, batch=4)),
     Scene(name="reference-latents", num_prompts=3, prompt=text_with_images, case=Case(name="r", batch=6)),
     Scene(name="text-per-row", num_prompts=3, prompt=text_per_row, case=Case(name="t", batch=6)),
+    Scene(name="scheduled", num_prompts=3, prompt=scheduled_text, case=Case(name="h", steps=6)),
     Scene(name="basic-guider", num_prompts=2, sampling=basic_guider),
     Scene(name="cfg-guider", num_prompts=3, sampling=cfg_guider, ragged=True, cfg=3.0),
     Scene(name="dual-cfg", num_prompts=3, sampling=dual_cfg_guider, cfg=3.0),
