@@ -5,16 +5,20 @@ What the prompts give alone always comes from ComfyUI's own model and without th
 
 from __future__ import annotations
 
+import json
+import os
+import subprocess
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
 from tests.comfyui.graphs import Graph, Node
-from tests.comfyui.harness import Comfy
+from tests.comfyui.harness import REPOSITORY, Comfy
 from tests.comfyui.parity import FP32_TOLERANCE, PLANS, Loader, distance, load_parallel, load_reference
 from tests.comfyui.workflows import EASY_CACHE, Case, empty_latent, sample, sampler_custom
 
@@ -254,6 +258,22 @@ def test_a_stock_model_is_exact_too(comfy: Comfy) -> None:
     """Prompts of one length make batches of as many rows as there are alone, only more of them."""
     scene = SCENES[1]
     assert distance(scene.together(comfy, load_reference), scene.expected(comfy, load_reference)) <= 1e-6
+
+
+def test_stock_models_of_other_kinds_of_latents_too(comfy_tree: Path, host_python: Path) -> None:
+    """Video and sound, of which there is no small model here: ComfyUI's evaluation with a function for the model."""
+    script = Path(__file__).with_name("kinds_of_latents.py")
+    modules = {"PYTHONPATH": os.environ["COMFYUI_PYTHONPATH"]} if "COMFYUI_PYTHONPATH" in os.environ else {}
+    done = subprocess.run(
+        [host_python, script, comfy_tree, REPOSITORY],
+        env={**os.environ, **modules},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr
+    exact = json.loads(done.stdout.splitlines()[-1])
+    assert exact == {"sound": True, "image": True, "one frame": True, "as many frames": True}
 
 
 def behind(node: str, load: Loader, **settings: Any) -> Loader:
