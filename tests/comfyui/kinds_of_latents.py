@@ -91,7 +91,7 @@ def main() -> None:
         x = torch.randn(shape)
         alone = torch.stack([evaluate(prompt, x)[index] for index, prompt in enumerate(prompts)])
         exact[kind] = torch.equal(evaluate(batch, x), alone) and not torch.equal(evaluate(prompts[0], x), alone)
-    print(json.dumps(exact))
+    sys.stdout.write(json.dumps(exact) + "\n")
 
 
 if __name__ == "__main__":
