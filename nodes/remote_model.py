@@ -115,7 +115,7 @@ class _Guard:
         remote = self._remote
         refuse_sampling(remote.family, remote.config, patcher, noise_shape, conds, model_options or {})
         for entries in conds.values():
-            reassign(entries)
+            reassign(entries or ())
         remote.statistics = RunStatistics()
         return executor(patcher, noise_shape, conds, *args, model_options=model_options, **rest)
 
