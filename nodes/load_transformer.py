@@ -8,6 +8,7 @@ from comfy_api.latest import io
 
 from ..parallel_core.checkpoint import Checkpoint, check_loadable, check_shapes, read_checkpoint
 from ..parallel_core.engine.models import TransformerSpec
+from ..parallel_core.engine.placed import placed
 from ..parallel_core.engine.transformer import RemoteTransformer
 from ..parallel_core.errors import UserError
 from ..parallel_core.families.base import Family
@@ -47,7 +48,7 @@ def make_remote(model_name: str, weight_dtype: str, plan: ParallelPlan) -> Remot
     tensor = resolve(plan, rows=1, heads=family.num_heads(config), fits_one_device=fits).plan.tensor
     if plan.strategy == "auto" and num_bytes / tensor > room:
         _refuse_too_large(num_bytes, tensor, room, family.num_heads(config))
-    family.check_plan(config, plan if plan.strategy == "mesh" else plan.with_degrees(
+    family.check_plan(config, plan if plan.strategy != "auto" else plan.with_degrees(
         tensor=tensor, ulysses=plan.world_size // tensor
     ))  # fmt: skip
     spec = TransformerSpec(
@@ -60,6 +61,8 @@ def make_remote(model_name: str, weight_dtype: str, plan: ParallelPlan) -> Remot
         num_bytes=num_bytes,
         tensor=tensor,
     )
+    if plan.strategy == "device_map":
+        spec = placed(spec, plan, [engine().total_memory(device, plan.world_size) for device in plan.devices])
     return RemoteTransformer(engine=engine(), spec=spec, plan=plan, family=family, config=config)
 
 
@@ -79,6 +82,8 @@ def describe(remote: RemoteTransformer) -> str:
     """For the node: what will run where, and why."""
     plan = remote.plan
     size = f"{format_bytes(remote.spec.num_bytes)} in {remote.spec.dtype}"
+    if plan.strategy == "device_map":
+        return f"{plan.describe()}\n{size}: the first step shows which layer lies where"
     if plan.strategy == "mesh" or plan.world_size == 1:
         return f"{plan.describe()}\n{size}"
     if remote.spec.tensor > 1:

@@ -127,10 +127,9 @@ class _Dispatch:
         step = f"step {remote.statistics.num_steps + 1} of {remote.spec.label}"
         with as_comfy_interrupt():
             outputs = remote.evaluate(calls, label=step, poll=cancel_requested)
-        choice = remote.statistics.choice
-        if first and choice is not None:
+        if first and remote.statistics.choice is not None:
             note = remote.statistics.note
-            say(f"{choice.plan.describe()} ({choice.reason})" + (f"\n{note}" if note else ""))
+            say(remote.statistics.describe_choice() + (f"\n{note}" if note else ""))
         return outputs
 
 

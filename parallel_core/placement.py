@@ -244,10 +244,12 @@ def _does_not_fit(
     needs: dict[str, int] = {}
     for unit in units:
         needs[unit.component] = needs.get(unit.component, 0) + unit.num_bytes
-    parts = ", ".join(f"{name} {format_bytes(count)}" for name, count in needs.items())
+    several = len(needs) > 1
+    verdict = "do not fit: they need" if several else "does not fit: it needs"
+    parts = f" ({', '.join(f'{name} {format_bytes(count)}' for name, count in needs.items())})" if several else ""
     there = ", ".join(f"{name} {format_bytes(budget)}" for name, budget in budgets.items())
     return (
-        f"{' and '.join(needs)} do not fit: they need {format_bytes(sum(needs.values()))} ({parts}) and "
+        f"{' and '.join(needs)} {verdict} {format_bytes(sum(needs.values()))}{parts} and "
         f"{format_bytes(missing)} are missing. placement {strategy!r} may use: {there}. "
         + _advice(units, budgets, strategy, free)
     )
@@ -266,8 +268,8 @@ def _advice(units: Sequence[Unit], budgets: Mapping[str, int], strategy: str, fr
     amount = sum(unit.num_bytes for unit, device in zip(units, placed, strict=True) if device == DISK)
     return (
         f"It would fit with {format_bytes(amount)} more host memory (or as much more on the devices), or with "
-        f"'{format_entry(DISK, amount)}' in max_memory, which reads that part from the model's files at each prompt "
-        "(slow)."
+        f"'{format_entry(DISK, amount)}' in max_memory, which reads that part from the model's files each time it is "
+        "needed (slow)."
     )
 
 

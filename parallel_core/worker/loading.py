@@ -46,11 +46,7 @@ def load_transformer(
     Raises UserError, before any weight is read, for a folder without config or weights, damaged files, weights that do
     not fit the config and a degree that does not fit the model.
     """
-    checkpoint = read_checkpoint(folder, "transformer")
-    check_loadable(checkpoint)
-    with init_empty_weights(include_buffers=False):
-        model: nn.Module = resolve_class(family.transformer).from_config(dict(checkpoint.config))
-    check_shapes(checkpoint, {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()})
+    checkpoint, model = empty_transformer(folder, family)
     shards = tensor_shards(model, family, tensor_degree)
     bytes_read = 0
     for file in checkpoint.files:
@@ -65,6 +61,19 @@ def load_transformer(
     if family.on_loaded is not None:
         family.on_loaded(model)
     return LoadedTransformer(model=model, shards=shards, bytes_read=bytes_read)
+
+
+def empty_transformer(folder: Path, family: Family) -> tuple[Checkpoint, nn.Module]:
+    """What is in `folder`, and its transformer on the meta device but for buffers that the constructor computes.
+
+    Raises UserError as `load_transformer` does.
+    """
+    checkpoint = read_checkpoint(folder, "transformer")
+    check_loadable(checkpoint)
+    with init_empty_weights(include_buffers=False):
+        model: nn.Module = resolve_class(family.transformer).from_config(dict(checkpoint.config))
+    check_shapes(checkpoint, {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()})
+    return checkpoint, model
 
 
 def _names_in(checkpoint: Checkpoint, file: Path) -> list[str]:

@@ -74,19 +74,25 @@ def forward(worker: Worker, request: Forward, tensors: Inputs) -> Result:
     plan: _AppliedPlan = model.extra["plan"]
     mode = RunMode(**request.mode)
     plan.switch(mode, worker.meshes.get(mode.shape))
+    return run_batches(worker, model.module, plan.family, mode, request, tensors)
+
+
+def run_batches(
+    worker: Worker, model: torch.nn.Module, family: Family, mode: RunMode, request: Forward, tensors: Inputs
+) -> Result:
+    """Evaluates this replica's batches on a model to which `mode` is applied."""
     replica, place = divmod(worker.rank, mode.ranks_per_replica)
     outputs: dict[str, torch.Tensor] = {}
     with torch.inference_mode():
         for batch in request.assignments[replica]:
             rows, shared = _gather(batch, request.calls, tensors)
-            output = plan.family.finish(model.module(**plan.family.prepare(rows, shared)))
+            output = family.finish(model(**family.prepare(rows, shared)))
             if place == 0:
                 sizes = [last - first for _, first, last in batch]
                 for (call, first, last), part in zip(batch, output.split(sizes), strict=True):
                     outputs[f"{call}:{first}:{last}"] = part
-    if worker.device.type == "cuda":
-        torch.cuda.synchronize(worker.device)  # an error of this step belongs to this step
-    return Result(data={"memory": worker.memory()}, tensors=outputs)
+    worker.synchronize()  # an error of this step belongs to this step
+    return Result(data={"peak_bytes": worker.peak_bytes()}, tensors=outputs)
 
 
 def _gather(
