@@ -244,15 +244,17 @@ def _does_not_fit(
     needs: dict[str, int] = {}
     for unit in units:
         needs[unit.component] = needs.get(unit.component, 0) + unit.num_bytes
-    several = len(needs) > 1
-    verdict = "do not fit: they need" if several else "does not fit: it needs"
-    parts = f" ({', '.join(f'{name} {format_bytes(count)}' for name, count in needs.items())})" if several else ""
+    parts = ", ".join(f"{name} {format_bytes(count)}" for name, count in needs.items())
     there = ", ".join(f"{name} {format_bytes(budget)}" for name, budget in budgets.items())
-    return (
-        f"{' and '.join(needs)} {verdict} {format_bytes(sum(needs.values()))}{parts} and "
-        f"{format_bytes(missing)} are missing. placement {strategy!r} may use: {there}. "
-        + _advice(units, budgets, strategy, free)
-    )
+    total = format_bytes(sum(needs.values()))
+    if len(needs) == 1:
+        (component,) = needs
+        verdict = f"{component} does not fit: it needs {total} and {format_bytes(missing)} are missing"
+    else:
+        verdict = (
+            f"{' and '.join(needs)} do not fit: they need {total} ({parts}) and {format_bytes(missing)} are missing"
+        )
+    return f"{verdict}. placement {strategy!r} may use: {there}. " + _advice(units, budgets, strategy, free)
 
 
 def _advice(units: Sequence[Unit], budgets: Mapping[str, int], strategy: str, free: Mapping[str, int]) -> str:

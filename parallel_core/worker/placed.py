@@ -86,7 +86,8 @@ class Places:
 
     def torch_device(self, name: str) -> torch.device:
         """The same, as this process knows it."""
-        return torch.device(accelerate_device(self.computes_on(name), self.devices))
+        device = accelerate_device(self.computes_on(name), self.devices)
+        return torch.device(device if isinstance(device, str) else f"cuda:{device}")
 
 
 def attach(model: nn.Module, places: Places, outside: Mapping[str, Tensor]) -> None:

@@ -28,6 +28,7 @@ PLANS: dict[str, dict[str, Any]] = {
     "replicas 4": {"devices": "cpu:4", "replicas": 4},
     "tensor 4": {"devices": "cpu:4", "tensor": 4},
     "ulysses 2 x tensor 2": {"devices": "cpu:4", "ulysses": 2, "tensor": 2},
+    "device_map 2": {"devices": "cpu:2", "strategy": "device_map"},
 }
 
 Loader = Callable[[Graph], Node]
