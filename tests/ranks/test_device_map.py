@@ -23,6 +23,7 @@ from parallel_core.families.text_registry import TEXT_FAMILIES
 from parallel_core.plan import ParallelPlan
 from parallel_core.text_spec import read_text_source
 from tests.ranks.engines import make_engine
+from tests.ranks.gloo import run_on_ranks
 from tests.ranks.remote_flux import CONFIG, TWO, call, holds, ledger, number_of_loads, remote
 from tests.tiny_flux import build_transformer, write_transformer
 from tests.tiny_text import write_text
@@ -177,6 +178,27 @@ def test_parked_layers_leave_the_devices_and_come_back(
     assert_equal(run(model), wanted)
     assert rank_bytes(engine, model) == (on_devices, on_host)
     assert number_of_loads(engine, model) == loads, "nothing was read again"
+
+
+def test_a_placed_model_never_takes_more_than_its_place(tmp_path: Path) -> None:
+    """76 MB in float32 that become 38 in bfloat16, of which some or all stay in the files: they come in by layers."""
+    config = {"attention_head_dim": 64, "num_attention_heads": 8, "axes_dims_rope": [16, 24, 24], "num_layers": 1}
+    run_on_ranks(1, "transformer_ranks:write_models", name="flux", models={str(tmp_path): config})
+    (file,) = tmp_path.glob("*.safetensors")
+    whole, mega = file.stat().st_size // 2, 10**6
+    assert whole > 35 * mega
+    layer = 6 * 512 * 512 * (2 + 4)  # the largest, and the same in the file's dtype
+    evaluating = []
+    for on_devices, on_host in ((40 * mega, 0), (26 * mega, 9 * mega), (0, 0)):
+        limits = {"cpu:0": on_devices, "cpu:1": on_devices // 4, "cpu": on_host, "disk": 50 * mega}
+        (placed,) = run_on_ranks(1, "transformer_ranks:place", folder=str(tmp_path), dtype="bfloat16", limits=limits)
+        resident = sum(size for home, size in placed["planned"].items() if home != "disk")
+        assert min(whole, on_devices) // 2 <= resident <= on_devices * 5 // 4 + on_host
+        assert placed["host"] == placed["planned"].get("cpu", 0)
+        assert placed["loading"] <= resident + layer
+        assert placed["mapped"] == []
+        evaluating.append(placed["evaluating"])
+    assert max(evaluating) <= evaluating[0] + layer, "beside what a first evaluation takes with all weights there"
 
 
 def test_two_models_one_after_the_other(engine: Engine, tmp_path: Path, wanted: list[torch.Tensor]) -> None:
