@@ -140,7 +140,7 @@ class LoadParallelTransformer(io.ComfyNode):
                 io.Combo.Input(
                     "model_name",
                     options=list_models("transformer"),
-                    tooltip="A diffusers folder in models/diffusers (FLUX.1 dev, schnell, Krea, Kontext).",
+                    tooltip="A diffusers folder in models/diffusers: FLUX.1 and its fine-tunes, Wan 2.1 or 2.2.",
                 ),
                 io.Combo.Input(
                     "weight_dtype",
