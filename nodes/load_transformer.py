@@ -35,7 +35,10 @@ def inspect_model(model_name: str, weight_dtype: str) -> tuple[Checkpoint, Famil
     family = find_family(checkpoint)
     checkpoint = checkpoint.without(family.unused_weights)
     check_loadable(checkpoint)
-    check_shapes(checkpoint, family.expected_shapes(family.full_config(checkpoint.config)))
+    config = family.full_config(checkpoint.config)
+    if family.check_config is not None:
+        family.check_config(config)
+    check_shapes(checkpoint, family.expected_shapes(config))
     return checkpoint, family
 
 
@@ -140,7 +143,7 @@ class LoadParallelTransformer(io.ComfyNode):
                 io.Combo.Input(
                     "model_name",
                     options=list_models("transformer"),
-                    tooltip="A diffusers folder in models/diffusers: FLUX.1 and its fine-tunes, Wan 2.1 or 2.2.",
+                    tooltip="A diffusers folder in models/diffusers (FLUX.1, Qwen-Image and their edit models; Wan).",
                 ),
                 io.Combo.Input(
                     "weight_dtype",

@@ -20,6 +20,8 @@ from ..parallel_core.engine.transformer import RemoteTransformer, RunStatistics
 from ..parallel_core.errors import UserError
 from ..parallel_core.families.base import ComfySide, SeamCall, refuse_unknown, resolve_class
 from .cond_batch import WRAPPER_KEY, make_wrapper
+from .prompt_conds import prepare_apart
+from .prompt_rows import reassign
 from .refusals import refuse_block_code, refuse_sampling
 from .remote_patcher import RemotePatcher, bind
 from .rendezvous import submit
@@ -46,6 +48,7 @@ def build_model(remote: RemoteTransformer) -> RemoteModelPatcher:
     dispatch = _Dispatch(remote)
     patcher.add_wrapper_with_key(WrappersMP.CALC_COND_BATCH, WRAPPER_KEY, make_wrapper(dispatch))
     patcher.add_wrapper_with_key(WrappersMP.PREPARE_SAMPLING, WRAPPER_KEY, _Guard(remote))
+    patcher.add_wrapper_with_key(WrappersMP.SAMPLER_SAMPLE, WRAPPER_KEY, prepare_apart)
     return patcher
 
 
@@ -74,6 +77,9 @@ def _known_fields(side: ComfySide, config: Mapping[str, Any]) -> dict[str, Any]:
     """The unet_config without arguments that this version of ComfyUI does not have."""
     wanted = side.unet_config(config)
     known = {*inspect.signature(resolve_class(side.params_class)).parameters, "image_model"}
+    for name, cause in side.needs.items():
+        if name in wanted and name not in known:
+            raise UserError(f"The model has {cause}, which this version of ComfyUI cannot run. Update ComfyUI.")
     return {name: value for name, value in wanted.items() if name in known}
 
 
@@ -111,6 +117,8 @@ class _Guard:
     ) -> Any:
         remote = self._remote
         refuse_sampling(remote.family, remote.config, patcher, noise_shape, conds, model_options or {})
+        for entries in conds.values():
+            reassign(entries or ())
         remote.statistics = RunStatistics()
         return executor(patcher, noise_shape, conds, *args, model_options=model_options, **rest)
 
@@ -147,11 +155,20 @@ class _Seam:
 
     def __call__(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         side = self._remote.family.comfy
-        arguments = dict(self._signature.bind(None, *args, **kwargs).arguments)
-        arguments.pop("self")
-        arguments.update(arguments.pop(self._rest, {}))
+        model = self._model()
+        arguments = self._bind(args, kwargs)
         refuse_unknown("argument", arguments, side.arguments, self._remote.family.name)
         refuse_block_code(arguments.get("transformer_options") or {}, self._remote.family.name)
-        call = side.call(self._model(), arguments, self._remote.config)
+        call = side.call(model, arguments, self._remote.config)
         model_input = next(iter(call.rows.values()))
-        return submit(call, self._dispatch).to(device=model_input.device, dtype=model_input.dtype)
+        output = submit(call, self._dispatch).to(device=model_input.device, dtype=model_input.dtype)
+        return output if side.restore is None else side.restore(model, arguments, output)
+
+    def _bind(self, args: Any, kwargs: Any) -> dict[str, Any]:
+        """Every argument by its name, those that the function takes as ``**kwargs`` among them."""
+        arguments = dict(self._signature.bind(None, *args, **kwargs).arguments)
+        arguments.pop("self")
+        for name, parameter in self._signature.parameters.items():
+            if parameter.kind is inspect.Parameter.VAR_KEYWORD:
+                arguments |= arguments.pop(name, {})
+        return arguments

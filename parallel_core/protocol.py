@@ -144,7 +144,8 @@ class LoadTransformer(Request):
     """Loads a transformer's weights (this rank's part of them) under `key`; nothing when it is there already.
 
     `shards` ranks share the weights out among them (each tensor rank's slices by themselves); `offload` keeps these
-    parts in host memory.
+    parts in host memory. `source` is another key with the same weights in the rank's store, divided otherwise: they are
+    then made of that model's parts rather than read; empty to read them.
     """
 
     operation: ClassVar[str] = "load_transformer"
@@ -155,6 +156,7 @@ class LoadTransformer(Request):
     tensor: int
     shards: int
     offload: bool
+    source: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)

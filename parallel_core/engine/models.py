@@ -26,6 +26,10 @@ class ModelSpec(Protocol):
         """The model's name in the ranks' stores: equal specs have equal keys."""
 
     @property
+    def weights(self) -> str:
+        """Equal for specs with the same weights, however they are divided over the ranks."""
+
+    @property
     def label(self) -> str:
         """For messages: "flux transformer of flux-dev"."""
 
@@ -74,11 +78,16 @@ class TransformerSpec:
         return spec_key("transformer", **asdict(self))
 
     @property
+    def weights(self) -> str:
+        """Which weights, in which dtype."""
+        return spec_key("weights", folder=self.folder, fingerprint=self.fingerprint, dtype=self.dtype)
+
+    @property
     def label(self) -> str:
         """For messages."""
         return f"{self.family} transformer {self.name}"
 
-    def load_request(self) -> Request:
+    def load_request(self) -> LoadTransformer:
         """See `protocol.LoadTransformer`."""
         return LoadTransformer(
             key=self.key,

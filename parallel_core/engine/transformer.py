@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from ..attention_backends import check_masks
 from ..errors import UserError
 from ..families.base import Family, SeamCall
 from ..plan import ParallelPlan, PlanChoice, resolve
@@ -79,6 +80,8 @@ class RemoteTransformer:
         """
         _check_row_counts(calls)
         choice = self.choose(sum(call.num_rows for call in calls))
+        if any(row in call.rows for call in calls for row in self.family.mask_rows):
+            check_masks(choice.plan.attention_backend)
         self.statistics.note = check_shares(choice.plan, self.family, self.config, calls)
         slots, tensors = _slots(calls)
         assignments = share_rows(
@@ -171,11 +174,15 @@ def _signature(call: SeamCall, shared: dict[str, str]) -> tuple[object, ...]:
 def share_rows(
     row_counts: Sequence[int], signatures: Sequence[object], replicas: int, rows_at_once: Sequence[int]
 ) -> list[list[Batch]]:
-    """Deals all rows, in order, to `replicas`, and cuts each share into batches.
+    """Deals all rows to `replicas`, and cuts each share into batches.
 
-    `rows_at_once[call]` bounds a batch that holds rows of that call. Returns per replica its batches, possibly none.
+    Rows whose calls have equal signatures come together first, so that they can share batches whatever stands between
+    them. `rows_at_once[call]` bounds a batch that holds rows of that call. Returns per replica its batches, possibly
+    none.
     """
-    rows = [(call, row) for call, count in enumerate(row_counts) for row in range(count)]
+    first_of = {signature: number for number, signature in reversed(list(enumerate(signatures)))}
+    order = sorted(range(len(row_counts)), key=lambda call: first_of[signatures[call]])
+    rows = [(call, row) for call in order for row in range(row_counts[call])]
     base, extra = divmod(len(rows), replicas)
     shares: list[list[Batch]] = []
     start = 0

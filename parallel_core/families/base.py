@@ -32,11 +32,14 @@ GENERIC_OPTIONS = frozenset(
 """transformer_options that ComfyUI's samplers and weight-free code set and read. `patches` and `patches_replace` are
 here because ComfyUI leaves them empty; what they hold is checked apart, since it would run inside the blocks."""
 
+PROMPT_ROW = "parallel_diffusion_row"
+"""The key of a conditioning entry that is the prompt of certain images only (One Prompt per Image)."""
+
 GENERIC_CONDITIONING = frozenset(
     {
         "cross_attn", "model_conds", "uuid", "hooks", "default", "area", "mask", "mask_strength",
         "set_area_to_bounds", "strength", "start_percent", "end_percent", "timestep_start", "timestep_end",
-        "clip_start_percent", "clip_end_percent", "control", "control_apply_to_uncond", "prompt_type",
+        "clip_start_percent", "clip_end_percent", "control", "control_apply_to_uncond", "prompt_type", PROMPT_ROW,
     }
 )  # fmt: skip
 """Conditioning keys that ComfyUI's samplers handle for every model; `control` and `hooks` are checked apart."""
@@ -80,6 +83,12 @@ class ComfySide:
     """Conditioning keys of this family besides `GENERIC_CONDITIONING`."""
     check_conditioning: Callable[[Mapping[str, Any], Config], None]
     """`UserError` for a conditioning whose tensors do not fit (another family's text encoder, say)."""
+    restore: Callable[[Any, Mapping[str, Any], torch.Tensor], torch.Tensor] | None = None
+    """(model, arguments, what `finish` gave) -> what the seam returns, where the two differ: the weight-free end of the
+    function that the seam stands for (tokens back to a latent, say)."""
+    needs: Mapping[str, str] = field(default_factory=dict)
+    """Arguments of `params_class` that must not be left out where `unet_config` has them, since the model would not be
+    the same without: argument -> what in the model's config asks for it, for the message."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,6 +103,8 @@ class Family:
     expected_shapes: Callable[[Config], dict[str, tuple[int, ...]]]
     """Every weight's name and shape, from the config alone."""
     num_heads: Callable[[Config], int]
+    check_config: Callable[[Config], None] | None = None
+    """`UserError` for a variant of the diffusers class that this family does not run."""
     check_plan: Callable[[Config, ParallelPlan], None]
     """`UserError` for degrees that this model cannot serve."""
     activation_bytes: Callable[[Config, SeamCall, int], int]
@@ -111,6 +122,8 @@ class Family:
     """Tokens of each of `cp_segments` in a call."""
     cp_masks: Mapping[str, str] = field(default_factory=dict)
     """Arguments of the split modules that mask a segment's keys: argument -> segment. They stay whole on every rank."""
+    mask_rows: tuple[str, ...] = ()
+    """Rows of a call that are attention masks: not every attention backend takes them."""
     cp_sometimes: tuple[str, ...] = ()
     """Arguments that run along the sequence for some inputs only, told apart by their number of dimensions."""
     cp_plan: Mapping[str, Any] | None = None
@@ -153,16 +166,6 @@ def resolve_class(path: str) -> Any:
     """The object that "module:name" names."""
     module, name = path.split(":")
     return getattr(importlib.import_module(module), name)
-
-
-def refuse_uneven(sliced: str, units: int, tensor: int) -> None:
-    """`UserError` when `tensor` does not divide `units`, which stand for what is `sliced` ("24 attention heads")."""
-    if units % tensor:
-        nearest = min((d for d in range(1, units + 1) if units % d == 0), key=lambda d: (abs(d - tensor), d))
-        raise UserError(
-            f"tensor is {tensor}, but this model's {sliced} cannot be dealt to {tensor} ranks "
-            f"evenly. The nearest degree that works is tensor {nearest}; ulysses works with any number of heads."
-        )
 
 
 def refuse_unknown(what: str, given: Mapping[str, Any], understood: frozenset[str], family: str) -> None:

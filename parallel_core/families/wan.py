@@ -13,9 +13,10 @@ from typing import Any
 
 from ..errors import UserError
 from ..plan import ParallelPlan
-from .base import ComfySide, Config, Family, SeamCall, refuse_uneven
+from .base import ComfySide, Config, Family, SeamCall
+from .common import refuse_uneven
 from .wan_rank import finish, prepare, set_up
-from .wan_shapes import Shapes, expected_shapes, inner_dim, out_channels
+from .wan_shapes import expected_shapes, inner_dim, out_channels
 
 _PATCH = (1, 2, 2)
 
@@ -39,11 +40,7 @@ _DEFAULTS: dict[str, Any] = {
 _COMFY_CLASSES = {
     (16, 16, False): "comfy.supported_models:WAN21_T2V",  # 2.1 and both experts of 2.2 T2V
     (36, 16, True): "comfy.supported_models:WAN21_I2V",  # 2.1 I2V and first-last-frame
-    (
-        36,
-        16,
-        False,
-    ): "comfy.supported_models:WAN21_T2V",  # both experts of 2.2 I2V: the image is in the channels
+    (36, 16, False): "comfy.supported_models:WAN21_T2V",  # both experts of 2.2 I2V, whose image is in the channels
     (48, 48, False): "comfy.supported_models:WAN22_T2V",  # 2.2 TI2V 5B
 }
 """(channels in, channels out, whether an image encoder's output is read) -> ComfyUI's class."""
@@ -63,9 +60,8 @@ def _check_plan(config: Config, plan: ParallelPlan) -> None:
     refuse_uneven(sliced, _tensor_units(config), plan.tensor)
 
 
-def _checked_shapes(config: Config) -> Shapes:
-    _config_class(config)  # refuses variants that are not supported
-    return expected_shapes(config)
+def _check_config(config: Config) -> None:
+    _config_class(config)
 
 
 def _segment_lengths(config: Config, call: SeamCall) -> dict[str, int]:
@@ -155,8 +151,9 @@ FAMILY = Family(
     name="wan",
     transformer="diffusers:WanTransformer3DModel",
     defaults=_DEFAULTS,
-    expected_shapes=_checked_shapes,
+    expected_shapes=expected_shapes,
     num_heads=_num_heads,
+    check_config=_check_config,
     check_plan=_check_plan,
     activation_bytes=_activation_bytes,
     comfy=ComfySide(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 
 from .base import Config
+from .common import linear
 
 Shapes = dict[str, tuple[int, ...]]
 
@@ -26,16 +27,12 @@ def expected_shapes(config: Config) -> Shapes:
         "patch_embedding.weight": (inner, int(config["in_channels"]), *patch),
         "patch_embedding.bias": (inner,),
         "scale_shift_table": (1, 2, inner),
-        **_linear("proj_out", out_channels(config) * math.prod(patch), inner),
+        **linear("proj_out", out_channels(config) * math.prod(patch), inner),
         **_condition_shapes("condition_embedder", config),
     }
     for index in range(int(config["num_layers"])):
         shapes |= _block_shapes(f"blocks.{index}", config)
     return shapes
-
-
-def _linear(name: str, out_features: int, in_features: int) -> Shapes:
-    return {f"{name}.weight": (out_features, in_features), f"{name}.bias": (out_features,)}
 
 
 def _norm(name: str, width: int) -> Shapes:
@@ -45,17 +42,17 @@ def _norm(name: str, width: int) -> Shapes:
 def _condition_shapes(name: str, config: Config) -> Shapes:
     inner = inner_dim(config)
     shapes = {
-        **_linear(f"{name}.time_embedder.linear_1", inner, int(config["freq_dim"])),
-        **_linear(f"{name}.time_embedder.linear_2", inner, inner),
-        **_linear(f"{name}.time_proj", 6 * inner, inner),
-        **_linear(f"{name}.text_embedder.linear_1", inner, int(config["text_dim"])),
-        **_linear(f"{name}.text_embedder.linear_2", inner, inner),
+        **linear(f"{name}.time_embedder.linear_1", inner, int(config["freq_dim"])),
+        **linear(f"{name}.time_embedder.linear_2", inner, inner),
+        **linear(f"{name}.time_proj", 6 * inner, inner),
+        **linear(f"{name}.text_embedder.linear_1", inner, int(config["text_dim"])),
+        **linear(f"{name}.text_embedder.linear_2", inner, inner),
     }
     if config.get("image_dim") is not None:
         image = int(config["image_dim"])
         shapes |= _norm(f"{name}.image_embedder.norm1", image)
-        shapes |= _linear(f"{name}.image_embedder.ff.net.0.proj", image, image)
-        shapes |= _linear(f"{name}.image_embedder.ff.net.2", inner, image)
+        shapes |= linear(f"{name}.image_embedder.ff.net.0.proj", image, image)
+        shapes |= linear(f"{name}.image_embedder.ff.net.2", inner, image)
         shapes |= _norm(f"{name}.image_embedder.norm2", inner)
         if config.get("pos_embed_seq_len") is not None:
             shapes[f"{name}.image_embedder.pos_embed"] = (1, int(config["pos_embed_seq_len"]), image)
@@ -67,15 +64,15 @@ def _block_shapes(block: str, config: Config) -> Shapes:
     shapes: Shapes = {f"{block}.scale_shift_table": (1, 6, inner)}
     for attention in ("attn1", "attn2"):
         for name in ("to_q", "to_k", "to_v", "to_out.0"):
-            shapes |= _linear(f"{block}.{attention}.{name}", inner, inner)
+            shapes |= linear(f"{block}.{attention}.{name}", inner, inner)
         for name in ("norm_q", "norm_k"):
             shapes[f"{block}.{attention}.{name}.weight"] = (inner,)
     if config.get("added_kv_proj_dim") is not None:
         for name in ("add_k_proj", "add_v_proj"):
-            shapes |= _linear(f"{block}.attn2.{name}", inner, int(config["added_kv_proj_dim"]))
+            shapes |= linear(f"{block}.attn2.{name}", inner, int(config["added_kv_proj_dim"]))
         shapes[f"{block}.attn2.norm_added_k.weight"] = (inner,)
     if config["cross_attn_norm"]:
         shapes |= _norm(f"{block}.norm2", inner)
-    shapes |= _linear(f"{block}.ffn.net.0.proj", hidden, inner)
-    shapes |= _linear(f"{block}.ffn.net.2", inner, hidden)
+    shapes |= linear(f"{block}.ffn.net.0.proj", hidden, inner)
+    shapes |= linear(f"{block}.ffn.net.2", inner, hidden)
     return shapes

@@ -6,10 +6,10 @@ tensor, and no memory map stays behind. Does not know plans or what a family's t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from accelerate import init_empty_weights
@@ -50,8 +50,34 @@ class LoadedTransformer:
 WHOLE = Part()
 
 
+class Slice(Protocol):
+    """What can be cut out of one tensor before all of it is read: a safetensors slice."""
+
+    def __getitem__(self, index: Any) -> Tensor: ...
+
+    def get_shape(self) -> list[int]: ...
+
+
+Weights = Callable[[Checkpoint], Iterator[tuple[str, Slice]]]
+"""Where the weights come from: every name of a checkpoint with its tensor, one after the other."""
+
+
+def from_files(checkpoint: Checkpoint) -> Iterator[tuple[str, Slice]]:
+    """The checkpoint's own files; only what is cut out is read."""
+    for file in checkpoint.files:
+        with safe_open(file, framework="pt") as source:
+            for info in checkpoint.tensors.values():
+                if info.file == file:
+                    yield info.name, source.get_slice(info.name)
+
+
 def load_transformer(
-    folder: Path, family: Family, dtype: torch.dtype, device: torch.device, part: Part = WHOLE
+    folder: Path,
+    family: Family,
+    dtype: torch.dtype,
+    device: torch.device,
+    part: Part = WHOLE,
+    weights: Weights = from_files,
 ) -> LoadedTransformer:
     """The transformer in `folder` (a diffusers pipeline or its transformer folder), or a rank's part of it.
 
@@ -66,10 +92,8 @@ def load_transformer(
     shards = tensor_shards(model, family, part.tensor_degree)
     reader = _Reader(shards, part, family, dtype, device)
     put = _put if part.shared_over is None else _share(model, reader, part)
-    for file in checkpoint.files:
-        with safe_open(file, framework="pt") as source:
-            for name in _names_in(checkpoint, file):
-                put(model, name, reader.read(source, name))
+    for name, source in weights(checkpoint):
+        put(model, name, reader.read(source, name))
     _to_device(model, device)
     model.requires_grad_(False).eval()
     if family.on_loaded is not None:
@@ -81,10 +105,6 @@ def _to_device(model: nn.Module, device: torch.device) -> None:
     """The buffers that the constructor computed; the weights are there."""
     for buffer in model.buffers():
         buffer.data = buffer.data.to(device)
-
-
-def _names_in(checkpoint: Checkpoint, file: Path) -> list[str]:
-    return [info.name for info in checkpoint.tensors.values() if info.file == file]
 
 
 class _Reader:
@@ -100,9 +120,9 @@ class _Reader:
         self._device = torch.device("cpu") if part.offload else device
         self.bytes_read = 0
 
-    def read(self, source: Any, name: str) -> Tensor | None:
+    def read(self, source: Slice, name: str) -> Tensor | None:
         """This rank's part on its device in the wanted dtype; None where it holds nothing."""
-        part = self._cut(source.get_slice(name), self._shards.get(name))
+        part = self._cut(source, self._shards.get(name))
         if part is None:
             return None
         self.bytes_read += part.nbytes
@@ -112,13 +132,12 @@ class _Reader:
     def _dtype_of(self, name: str) -> torch.dtype:
         return torch.promote_types(self._dtype, torch.float32) if self._family.is_fp32(name) else self._dtype
 
-    def _cut(self, source: Any, spec: ShardSpec | None) -> Tensor | None:
+    def _cut(self, source: Slice, spec: ShardSpec | None) -> Tensor | None:
         mesh = self._part.shared_over
         if spec is not None:
             sliced = spec.take(source, self._part.tensor_rank, self._part.tensor_degree)
             return sliced if sliced is None or mesh is None else sliced[part_of_rank(sliced.shape[0], mesh)]
-        rows: Tensor = source[:] if mesh is None else source[part_of_rank(source.get_shape()[0], mesh)]
-        return rows
+        return source[:] if mesh is None else source[part_of_rank(source.get_shape()[0], mesh)]
 
     def shape_on_meta(self, name: str, whole: Tensor) -> Tensor | None:
         """A meta tensor of the shape and dtype that this tensor rank has of `whole`, before it is shared out."""

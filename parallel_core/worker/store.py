@@ -47,10 +47,10 @@ class ModelStore:
     def __contains__(self, key: str) -> bool:
         return key in self._models
 
-    def add(self, key: str, model: StoredModel) -> None:
-        """Takes a model that was just read from disk."""
+    def add(self, key: str, model: StoredModel, *, was_read: bool = True) -> None:
+        """Takes a new model; `was_read` from disk, or made of another one."""
         self._models[key] = model
-        self.num_loads += 1
+        self.num_loads += was_read
 
     def use(self, key: str) -> StoredModel:
         """The model, resident: brought back from host memory when it was parked. KeyError when it was never loaded."""

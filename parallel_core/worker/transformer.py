@@ -19,7 +19,8 @@ from ..parallelize import Applied, apply_plan
 from ..parallelize.compiled import check_compiler, num_graphs
 from ..plan import RunMode
 from ..protocol import CheckMode, Forward, LoadTransformer, Request
-from .loading import LoadedTransformer, Part, load_transformer
+from .loading import LoadedTransformer, Part, Weights, from_files, load_transformer
+from .redivide import from_ranks
 from .shared_weights import let_go
 from .store import StoredModel
 from .worker import Handler, Inputs, Result, Worker, torch_dtype
@@ -30,7 +31,7 @@ class _AppliedPlan:
 
     def __init__(self, loaded: LoadedTransformer, family: Family) -> None:
         self.family = family
-        self._loaded = loaded
+        self.loaded = loaded
         self._mode: RunMode | None = None
         self._mesh: DeviceMesh | None = None
         self._applied: Applied | None = None
@@ -39,7 +40,7 @@ class _AppliedPlan:
         """Makes `mode` the applied one; free when it is already."""
         if mode != self._mode or mesh is not self._mesh:
             self.remove()
-            self._applied = apply_plan(self._loaded.model, self.family, self._loaded.shards, mesh, mode)
+            self._applied = apply_plan(self.loaded.model, self.family, self.loaded.shards, mesh, mode)
             self._mode, self._mesh = mode, mesh
 
     def remove(self) -> None:
@@ -55,12 +56,23 @@ def load(worker: Worker, request: LoadTransformer, tensors: Inputs) -> Result:
     if request.key not in worker.store:
         family = family_named(request.family)
         folder, dtype = Path(request.folder), torch_dtype(request.dtype)
-        loaded = load_transformer(folder, family, dtype, worker.device, _part_of(worker, request))
+        weights = _weights_of(worker, request.source) if request.source else from_files
+        loaded = load_transformer(folder, family, dtype, worker.device, _part_of(worker, request), weights)
         plan = _AppliedPlan(loaded, family)
-        model = StoredModel(module=loaded.model, device=worker.device, close=plan.remove, extra={"plan": plan})
-        worker.store.add(request.key, model)
+        model = StoredModel(
+            module=loaded.model, device=worker.device, close=plan.remove, extra={"plan": plan, "tensor": request.tensor}
+        )
+        worker.store.add(request.key, model, was_read=not request.source)
     size = worker.store.use(request.key).num_bytes
     return Result(data={"device_bytes": {worker.devices[0]: 0 if request.offload else size}})
+
+
+def _weights_of(worker: Worker, key: str) -> Weights:
+    """The weights of a model that is here in other parts."""
+    model = worker.store.use(key)
+    degree: int = model.extra["tensor"]
+    mesh = worker.meshes.get((worker.world_size // degree, 1, 1, degree))
+    return from_ranks(model.extra["plan"].loaded, mesh.get_group("tensor"))
 
 
 def _part_of(worker: Worker, request: LoadTransformer) -> Part:

@@ -32,7 +32,7 @@ from tests.comfyui.wan_workflows import (
 )
 from tests.comfyui.workflows import EASY_CACHE
 
-WAN_PLANS = ("one rank", "replicas 2", "ulysses 2", "tensor 2")
+WAN_PLANS = ("one rank", "replicas 2", "ulysses 2", "tensor 2", "ring 2")
 EXPERTS = ("wan-experts", "wan-experts/transformer_2")
 
 

@@ -55,7 +55,16 @@ _FLUX_INPUTS: dict[str, dict[str, Any]] = {
     "text 1": {"batch": 2, "text": 1, "size": [9, 7]},
     "batch 3": {"batch": 3, "text": 17, "size": [5, 5]},
     "text 511": {"text": 511, "size": [9, 7]},
-    "few tokens": {"text": 1, "size": [2, 2]},
+    "fewer tokens than ranks": {"text": 1, "size": [1, 2]},
+}
+
+_QWEN_INPUTS: dict[str, dict[str, Any]] = {
+    "even": {"text": 16, "size": [4, 4]},
+    "text 77": {"text": 77, "size": [5, 5]},
+    "text 1": {"batch": 2, "text": 1, "size": [9, 7]},
+    "ragged masks": {"batch": 3, "text": 20, "size": [5, 5], "ragged": True},
+    "ragged masks, text 77": {"batch": 2, "text": 77, "size": [4, 7], "ragged": True},
+    "text 511, two references": {"text": 511, "frames": 3, "size": [5, 4]},
 }
 
 _VIDEO_INPUTS: dict[str, dict[str, Any]] = {
@@ -70,6 +79,8 @@ MODELS: dict[str, Model] = {
     "flux": Model(name="flux", inputs=_FLUX_INPUTS),
     "flux, 3 heads": Model(name="flux", config={"num_attention_heads": 3}, inputs=_FLUX_INPUTS),
     "flux, 6 heads": Model(name="flux", config={"num_attention_heads": 6}, inputs=_FLUX_INPUTS),
+    "qwen": Model(name="qwen", inputs=_QWEN_INPUTS),
+    "qwen, 3 heads": Model(name="qwen", config={"num_attention_heads": 3}, inputs=_QWEN_INPUTS),
     "flux without guidance": Model(name="flux", config={"guidance_embeds": False}, inputs={"even": {}}),
     "wan": Model(name="wan", inputs=_VIDEO_INPUTS),
     "wan, 6 heads": Model(name="wan", config={"num_attention_heads": 6, "ffn_dim": 192}, inputs=_VIDEO_INPUTS),

@@ -3,10 +3,21 @@
 It is linked into a test server's custom_nodes; nothing of it is part of the product.
 """
 
-from . import inputs, interference, probes, reference_flux, reference_vae, reference_wan, video, wrappers
+from . import (
+    inputs,
+    interference,
+    probes,
+    reference_flux,
+    reference_qwen,
+    reference_vae,
+    reference_wan,
+    video,
+    wrappers,
+)
 
 NODE_CLASS_MAPPINGS = {
     **reference_flux.NODES,
+    **reference_qwen.NODES,
     **reference_vae.NODES,
     **reference_wan.NODES,
     **video.NODES,
