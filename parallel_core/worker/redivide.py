@@ -42,20 +42,22 @@ def from_ranks(loaded: LoadedTransformer, group: dist.ProcessGroup) -> Weights:
             whole = own.full_tensor() if isinstance(own, DTensor) else own
             spec = loaded.shards.get(name)
             if spec is not None:
-                whole = _join(whole, spec, checkpoint.tensors[name].shape, loaded, group)
+                weight = parameters[name.rpartition(".")[0] + ".weight"]
+                missing = torch.empty(checkpoint.tensors[name].shape, dtype=weight.dtype, device=weight.device)
+                whole = _join(whole, missing, spec, group)
             assert whole is not None, "only a bias of a row-wise linear is not on every rank, and it has a spec"
             yield name, _Whole(whole)
 
     return weights
 
 
-def _join(
-    own: Tensor | None, spec: ShardSpec, shape: tuple[int, ...], loaded: LoadedTransformer, group: dist.ProcessGroup
-) -> Tensor:
-    """The whole tensor from every tensor rank's slice: the inverse of `ShardSpec.take`."""
+def _join(own: Tensor | None, missing: Tensor, spec: ShardSpec, group: dist.ProcessGroup) -> Tensor:
+    """The whole tensor from every tensor rank's slice: the inverse of `ShardSpec.take`.
+
+    `missing`: a tensor of the whole's form for ranks without a slice; weights of one model can differ in their dtypes.
+    """
     if spec.dim is None:
-        some = next(loaded.model.parameters())
-        whole = some.new_empty(shape) if own is None else own.detach().contiguous().clone()
+        whole = missing if own is None else own.detach().contiguous().clone()
         dist.broadcast(whole, dist.get_global_rank(group, 0), group=group)
         return whole
     assert own is not None
