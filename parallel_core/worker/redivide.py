@@ -43,21 +43,24 @@ def from_ranks(loaded: LoadedTransformer, group: dist.ProcessGroup) -> Weights:
             spec = loaded.shards.get(name)
             if spec is not None:
                 weight = parameters[name.rpartition(".")[0] + ".weight"]
-                missing = torch.empty(checkpoint.tensors[name].shape, dtype=weight.dtype, device=weight.device)
-                whole = _join(whole, missing, spec, group)
+                whole = _join(whole, weight, spec, checkpoint.tensors[name].shape, group)
             assert whole is not None, "only a bias of a row-wise linear is not on every rank, and it has a spec"
             yield name, _Whole(whole)
 
     return weights
 
 
-def _join(own: Tensor | None, missing: Tensor, spec: ShardSpec, group: dist.ProcessGroup) -> Tensor:
-    """The whole tensor from every tensor rank's slice: the inverse of `ShardSpec.take`.
+def _join(
+    own: Tensor | None, weight: Tensor, spec: ShardSpec, shape: tuple[int, ...], group: dist.ProcessGroup
+) -> Tensor:
+    """The whole tensor, of `shape`, from every tensor rank's slice: the inverse of `ShardSpec.take`.
 
-    `missing`: a tensor of the whole's form for ranks without a slice; weights of one model can differ in their dtypes.
+    `weight`: of the same layer, since the weights of one model can differ in their dtypes.
     """
     if spec.dim is None:
-        whole = missing if own is None else own.detach().contiguous().clone()
+        whole = torch.empty(shape, dtype=weight.dtype, device=weight.device)
+        if own is not None:
+            whole.copy_(own)
         dist.broadcast(whole, dist.get_global_rank(group, 0), group=group)
         return whole
     assert own is not None
