@@ -23,7 +23,7 @@ def account(remote: RemoteTransformer) -> str:
     if statistics.choice is None:
         return "every step was served from a cache; nothing ran on the ranks"
     lines = [
-        f"{statistics.choice.plan.describe()} ({statistics.choice.reason})",
+        statistics.describe_choice(),
         f"{statistics.num_steps} evaluations, {statistics.seconds / statistics.num_steps:.2f} s each",
     ]
     if statistics.num_batches > 1:

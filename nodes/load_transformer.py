@@ -9,6 +9,7 @@ from comfy_api.latest import io
 
 from ..parallel_core.checkpoint import Checkpoint, check_loadable, check_shapes, read_checkpoint
 from ..parallel_core.engine.models import TransformerSpec
+from ..parallel_core.engine.placed import placed
 from ..parallel_core.engine.transformer import RemoteTransformer
 from ..parallel_core.errors import UserError
 from ..parallel_core.families.base import Family
@@ -71,6 +72,8 @@ def make_remote(model_name: str, weight_dtype: str, plan: ParallelPlan) -> Remot
         shards=shards,
         offload=offload,
     )
+    if plan.strategy == "device_map":
+        spec = placed(spec, plan, [engine().total_memory(device, plan.world_size) for device in plan.devices])
     return RemoteTransformer(engine=engine(), spec=spec, plan=plan, family=family, config=config)
 
 
@@ -118,6 +121,8 @@ def describe(remote: RemoteTransformer) -> str:
     """For the node: what will run where, and why."""
     plan = remote.plan
     size = f"{format_bytes(remote.spec.num_bytes)} in {remote.spec.dtype}"
+    if plan.strategy == "device_map":
+        return f"{plan.describe()}\n{size}: the first step shows which layer lies where"
     if plan.shard_weights:
         where = "in the host's memory" if remote.spec.offload else "on the devices"
         return f"{remote.choose(1).plan.describe()}\n{size}; every rank's part lies {where}"

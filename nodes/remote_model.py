@@ -137,8 +137,7 @@ class _Dispatch:
             outputs = remote.evaluate(calls, label=step, poll=cancel_requested)
         statistics = remote.statistics
         if statistics.choice is not None and (first or statistics.compiled):
-            choice = f"{statistics.choice.plan.describe()} ({statistics.choice.reason})"
-            say("\n".join(filter(None, [choice, statistics.note, statistics.compiled])))
+            say("\n".join(filter(None, [statistics.describe_choice(), statistics.note, statistics.compiled])))
         return outputs
 
 

@@ -14,7 +14,10 @@ from .errors import UserError
 HOST = "cpu"
 """The host's memory, for weights that no device has room for. A CPU rank is "cpu:0", "cpu:1", ..."""
 DISK = "disk"
-"""The model's own files: weights that stay there are read anew at each prompt."""
+"""The model's own files: weights that stay there are read anew each time they are needed."""
+WEIGHTS_SHARE = 0.75
+"""The part of a GPU's memory that a transformer's weights may take where no limit says otherwise: what evaluating it
+takes grows with the picture."""
 
 FORM = (
     "'0:16GB,1:16GB,cpu:64GB' (device number : size, comma between; 'cpu' is the host's memory, "

@@ -246,11 +246,15 @@ def _does_not_fit(
         needs[unit.component] = needs.get(unit.component, 0) + unit.num_bytes
     parts = ", ".join(f"{name} {format_bytes(count)}" for name, count in needs.items())
     there = ", ".join(f"{name} {format_bytes(budget)}" for name, budget in budgets.items())
-    return (
-        f"{' and '.join(needs)} do not fit: they need {format_bytes(sum(needs.values()))} ({parts}) and "
-        f"{format_bytes(missing)} are missing. placement {strategy!r} may use: {there}. "
-        + _advice(units, budgets, strategy, free)
-    )
+    total = format_bytes(sum(needs.values()))
+    if len(needs) == 1:
+        (component,) = needs
+        verdict = f"{component} does not fit: it needs {total} and {format_bytes(missing)} are missing"
+    else:
+        verdict = (
+            f"{' and '.join(needs)} do not fit: they need {total} ({parts}) and {format_bytes(missing)} are missing"
+        )
+    return f"{verdict}. placement {strategy!r} may use: {there}. " + _advice(units, budgets, strategy, free)
 
 
 def _advice(units: Sequence[Unit], budgets: Mapping[str, int], strategy: str, free: Mapping[str, int]) -> str:
@@ -266,8 +270,8 @@ def _advice(units: Sequence[Unit], budgets: Mapping[str, int], strategy: str, fr
     amount = sum(unit.num_bytes for unit, device in zip(units, placed, strict=True) if device == DISK)
     return (
         f"It would fit with {format_bytes(amount)} more host memory (or as much more on the devices), or with "
-        f"'{format_entry(DISK, amount)}' in max_memory, which reads that part from the model's files at each prompt "
-        "(slow)."
+        f"'{format_entry(DISK, amount)}' in max_memory, which reads that part from the model's files each time it is "
+        "needed (slow)."
     )
 
 

@@ -133,6 +133,11 @@ class ParallelPlan:
             raise UserError(
                 "shard_weights splits every layer, strategy 'device_map' places whole ones; use one of them."
             )
+        if self.compile != "off" and self.strategy == "device_map":
+            raise UserError(
+                f"compile is {self.compile!r}, but with strategy 'device_map' tensors change devices between layers, "
+                "which cannot be compiled. Set compile to 'off', or strategy to 'mesh' or 'auto'."
+            )
         if self.shard_weights and self.strategy == "mesh" and self.ring * self.ulysses == 1 and self.world_size > 1:
             raise UserError(
                 f"shard_weights shares weights out over the ranks of ring and ulysses, but {self._degrees_text()} has "

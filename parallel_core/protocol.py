@@ -168,6 +168,21 @@ class CheckMode(Request):
 
 
 @dataclass(frozen=True, kw_only=True)
+class PlaceTransformer(Request):
+    """Loads a transformer with its layers placed over a placement group's devices; nothing when it is there already.
+
+    `max_memory`: the user's limits in bytes, by device, "cpu" and "disk".
+    """
+
+    operation: ClassVar[str] = "place_transformer"
+    key: str
+    folder: str
+    family: str
+    dtype: str
+    max_memory: dict[str, int]
+
+
+@dataclass(frozen=True, kw_only=True)
 class Forward(Request):
     """One transformer evaluation of several calls.
 

@@ -28,6 +28,7 @@ __all__ = [
     "ContextParallelInput",
     "ContextParallelOutput",
     "attention_processors",
+    "blocks_kept_whole",
     "check_backend_package",
     "choose_backend",
     "context_parallel_plan",
@@ -130,6 +131,17 @@ def tensor_parallel_plan(model: nn.Module) -> dict[str, Any] | None:
     """How the class declares its linears to be sharded: glob -> "colwise" / "rowwise" / a packed variant."""
     plan: dict[str, Any] | None = getattr(model, "_tp_plan", None)
     return plan
+
+
+def blocks_kept_whole(model: nn.Module) -> tuple[str, ...]:
+    """Names of the classes whose modules the class declares to need one device; `UserError` when it declares none."""
+    names = tuple(getattr(model, "_no_split_modules", None) or ())
+    if not names:
+        raise UserError(
+            f"{type(model).__name__} does not declare which of its modules must stay on one device, so strategy "
+            "'device_map' cannot place it. Set strategy to 'mesh' or 'auto'."
+        )
+    return names
 
 
 # ----- tiled VAEs (AutoencoderKL) -----

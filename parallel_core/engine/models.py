@@ -87,7 +87,7 @@ class TransformerSpec:
         """For messages."""
         return f"{self.family} transformer {self.name}"
 
-    def load_request(self) -> LoadTransformer:
+    def load_request(self) -> Request:
         """See `protocol.LoadTransformer`."""
         return LoadTransformer(
             key=self.key,

@@ -18,6 +18,10 @@ from .engine import Engine
 from .group import GroupKey
 from .groups import Poll
 from .models import spec_key
+from .placed import expected_shares
+
+_KIND = "text"
+"""Where the keys of encoders start."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,7 +46,7 @@ class TextModel:
     def key(self) -> str:
         """Equal for equal folder, placement, limits and devices."""
         return spec_key(
-            "text",
+            _KIND,
             devices=self.devices,
             folder=self.source.folder,
             fingerprint=self.source.fingerprint,
@@ -71,25 +75,8 @@ class TextModel:
             device: min(capacity, limits.get(device, capacity))
             for device, capacity in zip(self.devices, self.capacities, strict=True)
         }
-        shares = _shares(self.placement, room, self.source.total_bytes)
+        shares = expected_shares(self.placement, room, self.source.total_bytes)
         return {device: share for device, share in shares.items() if share}
-
-
-def _shares(placement: str, room: Mapping[str, int], total: int) -> dict[str, int]:
-    """About how many of `total` bytes the placement puts on each device that has `room` for so many bytes."""
-    if placement == "balanced":  # those with least room first: the others take over what they cannot hold
-        order = sorted(room, key=lambda device: room[device])
-    elif placement == "sequential":
-        order = list(room)
-    else:
-        order = sorted(room, key=lambda device: -room[device])[: 1 if placement == "single" else None]
-    shares: dict[str, int] = {}
-    rest = total
-    for index, device in enumerate(order):
-        fair = rest // (len(order) - index) if placement == "balanced" else rest
-        shares[device] = min(fair, room[device])
-        rest -= shares[device]
-    return shares
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -166,5 +153,6 @@ def encode(
 def _forget_others(engine: Engine, model: TextModel) -> None:
     """Gives other encoders of the group back; also these ones once they were parked, which took them off the rank."""
     for holding in engine.ledger.of_group(model.group):
-        if holding.key != model.key or not holding.resident:
+        is_text = holding.key.startswith(_KIND)  # a transformer's layers may lie in the same process
+        if is_text and (holding.key != model.key or not holding.resident):
             engine.release_later(holding.group, holding.key)  # carried out before the group's next load

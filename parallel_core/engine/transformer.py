@@ -46,6 +46,14 @@ class RunStatistics:
     """The most batches that one rank ran one after the other in an evaluation."""
     seconds: float = 0.0
     peak_bytes: dict[str, int] = field(default_factory=dict)
+    placement: str = ""
+    """With strategy "device_map": which layer lies where."""
+
+    def describe_choice(self) -> str:
+        """For a node, once something ran: what was chosen and why, or which layers were placed where."""
+        assert self.choice is not None
+        chosen = self.choice.plan.describe()
+        return f"{chosen}: {self.placement}" if self.placement else f"{chosen} ({self.choice.reason})"
 
 
 @dataclass
@@ -110,8 +118,8 @@ class RemoteTransformer:
     def _rows_at_once(self, call: SeamCall, plan: ParallelPlan) -> int:
         """Rows of `call` that fit one batch, from the device's total memory: the same on every run on this machine."""
         world = plan.world_size
-        total, device = min((self.engine.total_memory(name, world), name) for name in plan.devices)
-        room = total - self.spec.estimated_bytes()[device]
+        weights = self.spec.estimated_bytes()
+        room = min(self.engine.total_memory(name, world) - weights[name] for name in plan.devices)
         element = torch.empty((), dtype=call.rows[next(iter(call.rows))].dtype).element_size()
         per_row = self.family.activation_bytes(self.config, call, element) // plan.mode.context
         return max(1, int(room * _ACTIVATION_SHARE) // max(1, per_row))
@@ -127,8 +135,9 @@ class RemoteTransformer:
         batches = max(len(batches) for batches in assignments)
         self.statistics.num_batches = max(self.statistics.num_batches, batches)
         for reply in replies:
-            peak = int(reply.data["memory"]["peak"])
-            self.statistics.peak_bytes[reply.device] = max(peak, self.statistics.peak_bytes.get(reply.device, 0))
+            self.statistics.placement = str(reply.data.get("placement", ""))
+            for device, peak in reply.data["peak_bytes"].items():
+                self.statistics.peak_bytes[device] = max(int(peak), self.statistics.peak_bytes.get(device, 0))
 
 
 def _check_row_counts(calls: Sequence[SeamCall]) -> None:

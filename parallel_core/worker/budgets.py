@@ -18,17 +18,18 @@ HOST_SHARE = 0.9
 """Of the host's available memory, what weights may take; the rest is for everybody else."""
 
 
-def free_budgets(devices: Sequence[str], limits: Mapping[str, int]) -> dict[str, int]:
+def free_budgets(devices: Sequence[str], limits: Mapping[str, int], gpu_share: float = 1.0) -> dict[str, int]:
     """Bytes of weights that each device can take now, in the order of `devices`, then the host and the files.
 
-    GPUs: free memory without `ACTIVATION_BYTES`. CPU ranks share the host's memory: those with a limit of their own
-    take that much of it, the others share the rest equally, and the host itself has what then remains. The files
-    count only when `limits` names them.
+    GPUs: free memory without `ACTIVATION_BYTES`, and without a limit no more than `gpu_share` of all their memory. CPU
+    ranks share the host's memory: those with a limit of their own take that much of it, the others share the rest
+    equally, and the host itself has what then remains. The files count only when `limits` names them.
     """
     host = int(host_memory()[0] * HOST_SHARE)
     if devices[0].startswith("cuda:"):
         free = {
-            device: max(0, torch.cuda.mem_get_info(index)[0] - ACTIVATION_BYTES) for index, device in enumerate(devices)
+            device: _gpu_budget(*torch.cuda.mem_get_info(index), 1.0 if device in limits else gpu_share)
+            for index, device in enumerate(devices)
         }
         free[HOST] = host
     else:
@@ -40,6 +41,10 @@ def free_budgets(devices: Sequence[str], limits: Mapping[str, int]) -> dict[str,
     if DISK in limits:
         free[DISK] = limits[DISK]
     return free
+
+
+def _gpu_budget(free: int, total: int, share: float) -> int:
+    return max(0, min(free - ACTIVATION_BYTES, int(total * share)))
 
 
 def apply_limits(free: Mapping[str, int], limits: Mapping[str, int]) -> dict[str, int]:

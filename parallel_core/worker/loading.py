@@ -84,11 +84,7 @@ def load_transformer(
     Raises UserError, before any weight is read, for a folder without config or weights, damaged files, weights that do
     not fit the config and a degree that does not fit the model.
     """
-    checkpoint = read_checkpoint(folder, "transformer").without(family.unused_weights)
-    check_loadable(checkpoint)
-    with init_empty_weights(include_buffers=False):
-        model: nn.Module = resolve_class(family.transformer).from_config(dict(checkpoint.config))
-    check_shapes(checkpoint, {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()})
+    checkpoint, model = empty_transformer(folder, family)
     shards = tensor_shards(model, family, part.tensor_degree)
     reader = _Reader(shards, part, family, dtype, device)
     put = _put if part.shared_over is None else _share(model, reader, part)
@@ -105,6 +101,24 @@ def _to_device(model: nn.Module, device: torch.device) -> None:
     """The buffers that the constructor computed; the weights are there."""
     for buffer in model.buffers():
         buffer.data = buffer.data.to(device)
+
+
+def empty_transformer(folder: Path, family: Family) -> tuple[Checkpoint, nn.Module]:
+    """What is in `folder`, and its transformer on the meta device but for buffers that the constructor computes.
+
+    Raises UserError as `load_transformer` does.
+    """
+    checkpoint = read_checkpoint(folder, "transformer").without(family.unused_weights)
+    check_loadable(checkpoint)
+    with init_empty_weights(include_buffers=False):
+        model: nn.Module = resolve_class(family.transformer).from_config(dict(checkpoint.config))
+    check_shapes(checkpoint, {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()})
+    return checkpoint, model
+
+
+def dtype_of(name: str, family: Family, dtype: torch.dtype) -> torch.dtype:
+    """What a weight is held in when the model computes in `dtype`: some stay in float32."""
+    return torch.promote_types(dtype, torch.float32) if family.is_fp32(name) else dtype
 
 
 class _Reader:
@@ -127,10 +141,7 @@ class _Reader:
             return None
         self.bytes_read += part.nbytes
         # a copy even where dtype and device already fit: the file's memory map must not live on in the model
-        return part.to(self._device, self._dtype_of(name), copy=True).contiguous()
-
-    def _dtype_of(self, name: str) -> torch.dtype:
-        return torch.promote_types(self._dtype, torch.float32) if self._family.is_fp32(name) else self._dtype
+        return part.to(self._device, dtype_of(name, self._family, self._dtype), copy=True).contiguous()
 
     def _cut(self, source: Slice, spec: ShardSpec | None) -> Tensor | None:
         mesh = self._part.shared_over
@@ -143,7 +154,11 @@ class _Reader:
         """A meta tensor of the shape and dtype that this tensor rank has of `whole`, before it is shared out."""
         spec = self._shards.get(name)
         sliced = whole if spec is None else spec.take(whole, self._part.tensor_rank, self._part.tensor_degree)
-        return None if sliced is None else torch.empty(sliced.shape, dtype=self._dtype_of(name), device="meta")
+        return (
+            None
+            if sliced is None
+            else torch.empty(sliced.shape, dtype=dtype_of(name, self._family, self._dtype), device="meta")
+        )
 
 
 def _share(model: nn.Module, reader: _Reader, part: Part) -> Callable[[nn.Module, str, Tensor | None], None]:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import ctypes
 import gc
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -24,13 +24,19 @@ class StoredModel:
     device: torch.device
     close: Callable[[], None]
     extra: dict[str, Any] = field(default_factory=dict)
+    homes: Mapping[str, torch.device] = field(default_factory=dict)
+    """Where tensors lie that do not lie on `device`, by their names in `module`."""
+    outside_bytes: int = 0
+    """Bytes of further weights that lie in host memory all the time; their places in `module` are on meta."""
+    movable: bool = True
+    """False: the weights cannot leave the device and come back, so to park the model is to release it."""
     resident: bool = True
 
     @property
     def num_bytes(self) -> int:
         """Bytes of the local weights and buffers, each storage counted once."""
         seen: dict[int, int] = {}
-        for tensor in _local_tensors(self.module):
+        for _, tensor in _local_tensors(self.module):
             storage = tensor.untyped_storage()
             seen[storage.data_ptr()] = storage.nbytes()
         return sum(seen.values())
@@ -56,15 +62,17 @@ class ModelStore:
         """The model, resident: brought back from host memory when it was parked. KeyError when it was never loaded."""
         model = self._models[key]
         if not model.resident:
-            _move(model.module, model.device)
+            _move(model.module, lambda name: model.homes.get(name, model.device))
             model.resident = True
         return model
 
     def park(self, key: str) -> None:
         """Moves the weights to host memory. Nothing when the model is unknown or parked."""
         model = self._models.get(key)
-        if model is not None and model.resident:
-            _move(model.module, torch.device("cpu"))
+        if model is not None and not model.movable:
+            self.release(key)
+        elif model is not None and model.resident:
+            _move(model.module, lambda name: torch.device("cpu"))
             model.resident = False
             give_memory_back()
 
@@ -86,7 +94,7 @@ class ModelStore:
         return {
             key: {
                 "device_bytes": model.num_bytes if model.resident else 0,
-                "host_bytes": 0 if model.resident else model.num_bytes,
+                "host_bytes": model.outside_bytes + (0 if model.resident else model.num_bytes),
             }
             for key, model in self._models.items()
         }
@@ -102,15 +110,16 @@ def give_memory_back() -> None:
         trim(0)
 
 
-def _local_tensors(module: torch.nn.Module) -> Iterator[torch.Tensor]:
-    yield from map(own_part, module.parameters())
-    yield from module.buffers()
+def _local_tensors(module: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    for name, tensor in [*module.named_parameters(), *module.named_buffers()]:
+        if not tensor.is_meta:
+            yield name, own_part(tensor)
 
 
-def _move(module: torch.nn.Module, device: torch.device) -> None:
+def _move(module: torch.nn.Module, place: Callable[[str], torch.device]) -> None:
     """Moves local weights in place: parameters stay the same objects, so hooks and sharding stay valid."""
-    if is_shared(module):
-        module.to(device)
+    if is_shared(module):  # FSDP2 notes where its parts are
+        module.to(place(""))
         return
-    for tensor in _local_tensors(module):
-        tensor.data = tensor.data.to(device)
+    for name, tensor in _local_tensors(module):
+        tensor.data = tensor.data.to(place(name))

@@ -20,11 +20,11 @@ from torch import Tensor, nn
 from ..checkpoint import Checkpoint, read_checkpoint, read_json
 from ..errors import UserError
 from ..families.text_registry import TEXT_FAMILIES
-from ..max_memory import DISK, HOST
 from ..placement import Component, PlacementPlan, plan_placement
-from ..protocol import Park, Request
+from ..protocol import Request
 from ..text_spec import EncodeText, LoadText, TextFamily, TextPart, check_class, read_text_source
 from .budgets import apply_limits, free_budgets
+from .placed import accelerate_device
 from .store import StoredModel, give_memory_back
 from .worker import Handler, Inputs, Result, Worker
 
@@ -105,20 +105,15 @@ def load_text_encoders(
     try:
         for part in parts:
             name = part.declared.encoder
-            device_map = {module: _torch_device(device, devices) for module, device in plan.device_map(name).items()}
+            device_map = {
+                module: accelerate_device(device, devices) for module, device in plan.device_map(name).items()
+            }
             loaded.encoders[name] = _load_encoder(part, device_map, offload / name)
     except BaseException:
         loaded.close()
         raise
     loaded.seconds = time.monotonic() - started
     return loaded
-
-
-def _torch_device(device: str, devices: Sequence[str]) -> str | int:
-    """accelerate's name for a device of the plan: a GPU's number in this process; CPU ranks are this process's CPU."""
-    if device in (HOST, DISK):
-        return device
-    return devices.index(device) if device.startswith("cuda:") else HOST
 
 
 def _load_tokenizer(folder: Path, index: Mapping[str, Any], part: TextPart) -> Any:
@@ -260,7 +255,10 @@ def load(worker: Worker, request: LoadText, tensors: Inputs) -> Result:
         )
         module = nn.ModuleDict(loaded.encoders)
         worker.store.add(
-            request.key, StoredModel(module=module, device=worker.device, close=loaded.close, extra={"loaded": loaded})
+            request.key,
+            StoredModel(
+                module=module, device=worker.device, close=loaded.close, extra={"loaded": loaded}, movable=False
+            ),
         )
     loaded = worker.store.use(request.key).extra["loaded"]
     bytes_per_device = loaded.plan.bytes_per_device
@@ -285,14 +283,7 @@ def encode(worker: Worker, request: EncodeText, tensors: Inputs) -> Result:
     )
 
 
-def park(worker: Worker, request: Park, tensors: Inputs) -> Result:
-    """Gives the encoders back altogether: modules that are spread over devices cannot be moved to one and back."""
-    worker.store.release(request.key)
-    return Result()
-
-
 OPERATIONS: dict[str, tuple[type[Request], Handler]] = {
     LoadText.operation: (LoadText, load),
     EncodeText.operation: (EncodeText, encode),
-    Park.operation: (Park, park),
 }

@@ -103,21 +103,27 @@ def forward(worker: Worker, request: Forward, tensors: Inputs) -> Result:
     plan: _AppliedPlan = model.extra["plan"]
     mode = RunMode(**request.mode)
     plan.switch(mode, worker.meshes.get(mode.shape))
+    return run_batches(worker, model.module, plan.family, mode, request, tensors)
+
+
+def run_batches(
+    worker: Worker, model: torch.nn.Module, family: Family, mode: RunMode, request: Forward, tensors: Inputs
+) -> Result:
+    """Evaluates this replica's batches on a model to which `mode` is applied."""
     replica, place = divmod(worker.rank, mode.ranks_per_replica)
     outputs: dict[str, torch.Tensor] = {}
     graphs = num_graphs()
     with torch.inference_mode():
         for batch in request.assignments[replica]:
             rows, shared = _gather(batch, request.calls, tensors)
-            output = plan.family.finish(model.module(**plan.family.prepare(rows, shared)))
+            output = family.finish(model(**family.prepare(rows, shared)))
             if place == 0:
                 sizes = [last - first for _, first, last in batch]
                 for (call, first, last), part in zip(batch, output.split(sizes), strict=True):
                     outputs[f"{call}:{first}:{last}"] = part
-    let_go(model.module)
-    if worker.device.type == "cuda":
-        torch.cuda.synchronize(worker.device)  # an error of this step belongs to this step
-    return Result(data={"memory": worker.memory(), "graphs": num_graphs() - graphs}, tensors=outputs)
+    let_go(model)
+    worker.synchronize()  # an error of this step belongs to this step
+    return Result(data={"peak_bytes": worker.peak_bytes(), "graphs": num_graphs() - graphs}, tensors=outputs)
 
 
 def _gather(

@@ -87,9 +87,10 @@ class Worker:
             self._table.update(transformer.OPERATIONS)
             self._table.update(vae.OPERATIONS)
         else:
-            from . import text
+            from . import placed_transformer, text
 
             self._table.update(text.OPERATIONS)
+            self._table.update(placed_transformer.OPERATIONS)
 
     def handle(self, operation: str, arguments: Mapping[str, Any], refs: Mapping[str, TensorRef], look: Look) -> Result:
         """Runs one operation of the table. Raises whatever it raises."""
@@ -106,20 +107,35 @@ class Worker:
     def memory(self) -> dict[str, int]:
         """Bytes this rank takes: "now" and at most, "peak", since `restart_peak`.
 
-        On a GPU what torch has allocated; on a CPU rank the process's anonymous memory, of which only "now" is known.
+        On GPUs what torch has allocated on all of the rank's; on a CPU rank the process's anonymous memory, of which
+        only "now" is known.
         """
         if self.device.type == "cuda":
-            return {
-                "now": torch.cuda.memory_allocated(self.device),
-                "peak": torch.cuda.max_memory_allocated(self.device),
-            }
-        resident = _resident_bytes()
-        return {"now": resident, "peak": resident}
+            now = sum(torch.cuda.memory_allocated(index) for index in range(len(self.devices)))
+        else:
+            now = _resident_bytes()
+        return {"now": now, "peak": sum(self.peak_bytes().values())}
+
+    def peak_bytes(self) -> dict[str, int]:
+        """The most that each GPU held since `restart_peak`, by the controller's names.
+
+        CPU "devices" of one process have one memory: they are one entry, "cpu:0+cpu:1".
+        """
+        if self.device.type == "cuda":
+            return {name: torch.cuda.max_memory_allocated(index) for index, name in enumerate(self.devices)}
+        return {"+".join(self.devices): _resident_bytes()}
 
     def restart_peak(self) -> None:
         """Begins to measure the peak anew."""
         if self.device.type == "cuda":
-            torch.cuda.reset_peak_memory_stats(self.device)
+            for index in range(len(self.devices)):
+                torch.cuda.reset_peak_memory_stats(index)
+
+    def synchronize(self) -> None:
+        """Waits until the GPUs have done what was asked of them."""
+        if self.device.type == "cuda":
+            for index in range(len(self.devices)):
+                torch.cuda.synchronize(index)
 
     def free_bytes(self) -> dict[str, int]:
         """What each GPU of this rank has free, by the controller's names; nothing for CPU ranks."""

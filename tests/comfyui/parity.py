@@ -32,6 +32,7 @@ PLANS: dict[str, dict[str, Any]] = {
     "ring 2 x ulysses 2": {"devices": "cpu:4", "ring": 2, "ulysses": 2},
     "ulysses 2, shard_weights": {"devices": "cpu:2", "ulysses": 2, "shard_weights": True},
     "ring 2 in host memory": {"devices": "cpu:2", "ring": 2, "shard_weights": True, "max_memory": "0:1KB,cpu:1GB"},
+    "device_map 2": {"devices": "cpu:2", "strategy": "device_map"},
 }
 
 Loader = Callable[[Graph], Node]

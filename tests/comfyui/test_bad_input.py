@@ -68,6 +68,10 @@ def refuses(comfy: Comfy, graph: Graph, output: Node, *fragments: str) -> None:
         ({"devices": "GPU-00000000-0000-0000-0000-000000000000"}, ["GPU-00000000"]),
         ({"devices": "cpu:1", "ulysses": 0}, ["ulysses", "0"]),
         ({"devices": "cpu:1", "strategy": "magic"}, ["magic"]),
+        ({"devices": "cpu:3", "strategy": "device_map", "ulysses": 3}, ["device_map", "no degrees", "ulysses 3"]),
+        ({"devices": "cpu:3", "strategy": "device_map", "max_memory": "7:1GB"}, ["'7'", "cpu:0, cpu:1, cpu:2"]),
+        ({"devices": "cpu:3", "strategy": "device_map", "max_memory": "0:16"}, ["'16'", "16GB"]),
+        ({"devices": "cpu:3", "strategy": "device_map", "compile": "default"}, ["compile", "device_map"]),
     ],
     ids=lambda value: ",".join(f"{k}={v}" for k, v in value.items()) if isinstance(value, dict) else "",
 )

@@ -26,6 +26,7 @@ from parallel_core.plan import RunMode
 from parallel_core.worker import meshes as meshes_module
 from parallel_core.worker.loading import WHOLE, LoadedTransformer, Part, load_transformer
 from parallel_core.worker.meshes import MeshCache
+from parallel_core.worker.placed_transformer import place_transformer
 from parallel_core.worker.redivide import from_ranks
 from parallel_core.worker.shared_weights import let_go
 from tests.tiny_models import TINY_MODELS, Case, family_of
@@ -298,17 +299,40 @@ def parameter_bytes(model: nn.Module) -> int:
     return sum(parameter.nbytes for parameter in model.parameters())
 
 
+def mapped_lines(folder: str) -> list[str]:
+    """What this process maps of the files in `folder`."""
+    with open("/proc/self/maps", encoding="ascii") as maps:
+        return [line for line in maps if folder in line]
+
+
+@torch.inference_mode()
+def place(rank: int, world_size: int, folder: str, dtype: str, limits: dict[str, int]) -> dict[str, Any]:
+    """Places a Flux over two "devices" and evaluates it: what it holds and what both need at most."""
+    devices = ("cpu:0", "cpu:1")
+    family = family_of("flux")
+    with anonymous_peak() as loading:
+        placed = place_transformer(Path(folder), family, getattr(torch, dtype), devices, limits)
+    inputs = make_inputs("flux", placed.model, {"text": 4, "size": [2, 2]}, dtype)
+    with anonymous_peak() as evaluating:
+        family.finish(placed.model(**inputs))
+    return {
+        "planned": placed.plan.bytes_per_device,
+        "host": placed.host_bytes,
+        "loading": loading[0],
+        "evaluating": evaluating[0],
+        "mapped": mapped_lines(folder),
+    }
+
+
 def load_slices(rank: int, world_size: int, folder: str, dtype: str) -> dict[str, Any]:
     """Loads this rank's slices: bytes held, read and needed on the way, and what maps the files afterwards."""
     with anonymous_peak() as growth:
         loaded = load("flux", folder, dtype, Part(tensor_rank=rank, tensor_degree=world_size))
-    with open("/proc/self/maps", encoding="ascii") as maps:
-        mapped = [line for line in maps if folder in line]
     return {
         "bytes": parameter_bytes(loaded.model),
         "read": loaded.bytes_read,
         "peak": growth[0],
-        "mapped": mapped,
+        "mapped": mapped_lines(folder),
         "largest": max(parameter.nbytes for parameter in loaded.model.parameters()),
         "training": loaded.model.training,
         "requires_grad": any(parameter.requires_grad for parameter in loaded.model.parameters()),
