@@ -25,6 +25,7 @@ from parallel_core.worker import meshes as meshes_module
 from parallel_core.worker.loading import WHOLE, LoadedTransformer, Part, load_transformer
 from parallel_core.worker.meshes import MeshCache
 from parallel_core.worker.placed_transformer import place_transformer
+from parallel_core.worker.redivide import from_ranks
 from parallel_core.worker.shared_weights import let_go
 from tests.tiny_models import TINY_MODELS, Case, family_of
 
@@ -344,3 +345,14 @@ def load_slices(rank: int, world_size: int, folder: str, dtype: str) -> dict[str
         "training": loaded.model.training,
         "requires_grad": any(parameter.requires_grad for parameter in loaded.model.parameters()),
     }
+
+
+def divide_anew(rank: int, world_size: int, name: str, folder: str, dtype: str) -> list[str]:
+    """The weights that are not the file's after the ranks' tensor slices were put together again."""
+    mesh = MeshCache("cpu").get(RunMode(tensor=world_size).shape)
+    sliced = load(name, folder, dtype, Part(tensor_rank=rank, tensor_degree=world_size))
+    weights = from_ranks(sliced, mesh.get_group("tensor"))
+    whole = load_transformer(Path(folder), family_of(name), getattr(torch, dtype), CPU, WHOLE, weights).model
+    expected = load(name, folder, dtype).model.state_dict()
+    found = whole.state_dict()
+    return [key for key, tensor in expected.items() if found[key].dtype != tensor.dtype or not found[key].equal(tensor)]
