@@ -15,6 +15,9 @@ from ..parallel_core.errors import UserError
 _EXAMPLES = Path(__file__).resolve().parent.parent / "example_models"
 """The package's own demo model, so that the example workflow runs at once."""
 
+_SECOND = "transformer_2"
+"""diffusers' folder for the transformer of the last, low-noise steps."""
+
 
 def _roots() -> list[Path]:
     return [*map(Path, folder_paths.get_folder_paths("diffusers")), _EXAMPLES]
@@ -23,7 +26,8 @@ def _roots() -> list[Path]:
 def list_models(component: str) -> list[str]:
     """Names, relative to `models/diffusers`, of the pipeline folders with this component and of bare component folders.
 
-    `component`: "transformer", "vae" or "text_encoder".
+    `component`: "transformer", "vae" or "text_encoder". A pipeline with two transformers (Wan 2.2) is there twice: by
+    its own name, and with the second one's folder behind it.
     """
     return list(_folders(component))
 
@@ -55,6 +59,8 @@ def _folders(component: str) -> dict[str, Path]:
             pipeline, bare = "model_index.json" in files, "config.json" in files and folder != root
             if (pipeline and component in subfolders) or (bare and not pipeline and component != "text_encoder"):
                 found.setdefault(folder.relative_to(root).as_posix(), folder)
+            if pipeline and component == "transformer" and _SECOND in subfolders:
+                found.setdefault((folder.relative_to(root) / _SECOND).as_posix(), folder / _SECOND)
             if pipeline or bare:
                 subfolders.clear()
     return found

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 from comfy_api.latest import io
@@ -13,7 +14,8 @@ from ..parallel_core.engine.transformer import RemoteTransformer
 from ..parallel_core.errors import UserError
 from ..parallel_core.families.base import Family
 from ..parallel_core.families.registry import find_family
-from ..parallel_core.max_memory import format_bytes
+from ..parallel_core.host import host_memory
+from ..parallel_core.max_memory import HOST, format_bytes, parse_max_memory
 from ..parallel_core.plan import ParallelPlan, resolve
 from .listing import find_model, list_models
 from .parallel_config import ParallelConfigType, default_plan
@@ -32,8 +34,12 @@ def inspect_model(model_name: str, weight_dtype: str) -> tuple[Checkpoint, Famil
         raise UserError(f"weight_dtype is {weight_dtype!r}; expected one of {', '.join(WEIGHT_DTYPES)}.")
     checkpoint = read_checkpoint(find_model(model_name, "transformer"), "transformer")
     family = find_family(checkpoint)
+    checkpoint = checkpoint.without(family.unused_weights)
     check_loadable(checkpoint)
-    check_shapes(checkpoint, family.expected_shapes(family.full_config(checkpoint.config)))
+    config = family.full_config(checkpoint.config)
+    if family.check_config is not None:
+        family.check_config(config)
+    check_shapes(checkpoint, family.expected_shapes(config))
     return checkpoint, family
 
 
@@ -42,15 +48,18 @@ def make_remote(model_name: str, weight_dtype: str, plan: ParallelPlan) -> Remot
     checkpoint, family = inspect_model(model_name, weight_dtype)
     config = family.full_config(checkpoint.config)
     dtype = checkpoint.dtype if weight_dtype == "default" else weight_dtype
-    num_bytes = checkpoint.num_elements * _BYTES[dtype]
+    num_bytes = _weight_bytes(checkpoint, family, dtype)
     room = int(_FIT_SHARE * min(engine().total_memory(device, plan.world_size) for device in plan.devices))
     fits = num_bytes <= room
-    tensor = resolve(plan, rows=1, heads=family.num_heads(config), fits_one_device=fits).plan.tensor
-    if plan.strategy == "auto" and num_bytes / tensor > room:
-        _refuse_too_large(num_bytes, tensor, room, family.num_heads(config))
-    family.check_plan(config, plan if plan.strategy != "auto" else plan.with_degrees(
-        tensor=tensor, ulysses=plan.world_size // tensor
-    ))  # fmt: skip
+    chosen = resolve(plan, rows=1, heads=family.tensor_units(config), fits_one_device=fits).plan
+    family.check_plan(config, chosen)
+    shards = chosen.ring * chosen.ulysses if plan.shard_weights else 1
+    part = num_bytes // (chosen.tensor * shards)
+    offload = plan.shard_weights and part > _limit(plan, room)
+    if offload:
+        _check_host(num_bytes, chosen)
+    elif plan.strategy == "auto" and part > room:
+        _refuse_too_large(num_bytes, chosen.tensor, room, family.tensor_units(config))
     spec = TransformerSpec(
         devices=plan.devices,
         folder=str(checkpoint.folder),
@@ -59,21 +68,51 @@ def make_remote(model_name: str, weight_dtype: str, plan: ParallelPlan) -> Remot
         name=model_name,
         dtype=dtype,
         num_bytes=num_bytes,
-        tensor=tensor,
+        tensor=chosen.tensor,
+        shards=shards,
+        offload=offload,
     )
     if plan.strategy == "device_map":
         spec = placed(spec, plan, [engine().total_memory(device, plan.world_size) for device in plan.devices])
     return RemoteTransformer(engine=engine(), spec=spec, plan=plan, family=family, config=config)
 
 
-def _refuse_too_large(num_bytes: int, tensor: int, room: int, heads: int) -> None:
+def _weight_bytes(checkpoint: Checkpoint, family: Family, dtype: str) -> int:
+    """Bytes of the loaded weights."""
+    kept = max(_BYTES[dtype], _BYTES["float32"])
+    return sum(
+        math.prod(tensor.shape) * (kept if family.is_fp32(tensor.name) else _BYTES[dtype])
+        for tensor in checkpoint.tensors.values()
+    )
+
+
+def _limit(plan: ParallelPlan, room: int) -> int:
+    """Bytes of weights that each device may hold: what there is room for, or less where the user says so."""
+    limits = parse_max_memory(plan.max_memory, plan.devices)
+    return min([room, *(limits[device] for device in plan.devices if device in limits)])
+
+
+def _check_host(num_bytes: int, plan: ParallelPlan) -> None:
+    """All parts of shared weights that no device has room for must fit the host's memory together."""
+    limits = parse_max_memory(plan.max_memory, plan.devices)
+    available = min(limits.get(HOST, host_memory()[0]), host_memory()[0])
+    needed = num_bytes * plan.replicas
+    if needed > available:
+        raise UserError(
+            f"The weights shared out over {plan.ring * plan.ulysses} ranks take more than a device may hold, and "
+            f"{format_bytes(needed)} do not fit the host's memory either ({format_bytes(available)}). Use more devices "
+            "for ulysses or ring, a 16-bit weight_dtype, or larger limits in max_memory."
+        )
+
+
+def _refuse_too_large(num_bytes: int, tensor: int, room: int, units: int) -> None:
     """Before minutes of loading end in an out-of-memory error."""
-    enough = [degree for degree in range(tensor + 1, heads + 1) if heads % degree == 0 and num_bytes / degree <= room]
+    enough = [degree for degree in range(tensor + 1, units + 1) if units % degree == 0 and num_bytes / degree <= room]
     advice = f"{enough[0]} such devices would do" if enough else "no number of such devices would do"
     raise UserError(
         f"The weights take {format_bytes(num_bytes)}; sliced over {tensor} of these devices each would hold "
         f"{format_bytes(num_bytes // tensor)}, and there is room for {format_bytes(room)} (three quarters of the "
-        f"smallest). {advice} ({heads} attention heads must be divisible by their number); a 16-bit weight_dtype "
+        f"smallest). {advice} (their number must divide {units}); a 16-bit weight_dtype "
         "halves float32 weights."
     )
 
@@ -84,6 +123,9 @@ def describe(remote: RemoteTransformer) -> str:
     size = f"{format_bytes(remote.spec.num_bytes)} in {remote.spec.dtype}"
     if plan.strategy == "device_map":
         return f"{plan.describe()}\n{size}: the first step shows which layer lies where"
+    if plan.shard_weights:
+        where = "in the host's memory" if remote.spec.offload else "on the devices"
+        return f"{remote.choose(1).plan.describe()}\n{size}; every rank's part lies {where}"
     if plan.strategy == "mesh" or plan.world_size == 1:
         return f"{plan.describe()}\n{size}"
     if remote.spec.tensor > 1:
@@ -106,7 +148,7 @@ class LoadParallelTransformer(io.ComfyNode):
                 io.Combo.Input(
                     "model_name",
                     options=list_models("transformer"),
-                    tooltip="A diffusers folder in models/diffusers (FLUX.1 dev, schnell, Krea, Kontext).",
+                    tooltip="A diffusers folder in models/diffusers (FLUX.1, Qwen-Image and their edit models).",
                 ),
                 io.Combo.Input(
                     "weight_dtype",

@@ -74,6 +74,9 @@ def _known_fields(side: ComfySide, config: Mapping[str, Any]) -> dict[str, Any]:
     """The unet_config without arguments that this version of ComfyUI does not have."""
     wanted = side.unet_config(config)
     known = {*inspect.signature(resolve_class(side.params_class)).parameters, "image_model"}
+    for name, cause in side.needs.items():
+        if name in wanted and name not in known:
+            raise UserError(f"The model has {cause}, which this version of ComfyUI cannot run. Update ComfyUI.")
     return {name: value for name, value in wanted.items() if name in known}
 
 
@@ -127,9 +130,9 @@ class _Dispatch:
         step = f"step {remote.statistics.num_steps + 1} of {remote.spec.label}"
         with as_comfy_interrupt():
             outputs = remote.evaluate(calls, label=step, poll=cancel_requested)
-        if first and remote.statistics.choice is not None:
-            note = remote.statistics.note
-            say(remote.statistics.describe_choice() + (f"\n{note}" if note else ""))
+        statistics = remote.statistics
+        if statistics.choice is not None and (first or statistics.compiled):
+            say("\n".join(filter(None, [statistics.describe_choice(), statistics.note, statistics.compiled])))
         return outputs
 
 
@@ -140,14 +143,26 @@ class _Seam:
         self._remote = remote
         self._model = weakref.ref(model)  # the model holds this object: a cycle would delay the release of the weights
         self._signature = inspect.signature(original)
+        variable = [p.name for p in self._signature.parameters.values() if p.kind is inspect.Parameter.VAR_KEYWORD]
+        self._rest = variable[0] if variable else ""  # the name of the original's **kwargs
         self._dispatch = _Dispatch(remote)
 
     def __call__(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         side = self._remote.family.comfy
-        arguments = dict(self._signature.bind(None, *args, **kwargs).arguments)
-        arguments.pop("self")
+        model = self._model()
+        arguments = self._bind(args, kwargs)
         refuse_unknown("argument", arguments, side.arguments, self._remote.family.name)
         refuse_block_code(arguments.get("transformer_options") or {}, self._remote.family.name)
-        call = side.call(self._model(), arguments, self._remote.config)
+        call = side.call(model, arguments, self._remote.config)
         model_input = next(iter(call.rows.values()))
-        return submit(call, self._dispatch).to(device=model_input.device, dtype=model_input.dtype)
+        output = submit(call, self._dispatch).to(device=model_input.device, dtype=model_input.dtype)
+        return output if side.restore is None else side.restore(model, arguments, output)
+
+    def _bind(self, args: Any, kwargs: Any) -> dict[str, Any]:
+        """Every argument by its name, those that the function takes as ``**kwargs`` among them."""
+        arguments = dict(self._signature.bind(None, *args, **kwargs).arguments)
+        arguments.pop("self")
+        for name, parameter in self._signature.parameters.items():
+            if parameter.kind is inspect.Parameter.VAR_KEYWORD:
+                arguments |= arguments.pop(name, {})
+        return arguments

@@ -9,7 +9,8 @@ from __future__ import annotations
 import json
 import struct
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from fnmatch import fnmatch
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -81,6 +82,11 @@ class Checkpoint:
     def files(self) -> tuple[Path, ...]:
         """The safetensors files, each once."""
         return tuple(sorted({tensor.file for tensor in self.tensors.values()}))
+
+    def without(self, patterns: Sequence[str]) -> Checkpoint:
+        """The checkpoint without the tensors whose names match one of the globs."""
+        kept = {name: info for name, info in self.tensors.items() if not any(fnmatch(name, p) for p in patterns)}
+        return replace(self, tensors=kept)
 
     @property
     def fingerprint(self) -> str:

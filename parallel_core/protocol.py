@@ -141,7 +141,12 @@ class Release(Request):
 
 @dataclass(frozen=True, kw_only=True)
 class LoadTransformer(Request):
-    """Loads a transformer's weights (this rank's slices of them) under `key`; nothing when it is there already."""
+    """Loads a transformer's weights (this rank's part of them) under `key`; nothing when it is there already.
+
+    `shards` ranks share the weights out among them (each tensor rank's slices by themselves); `offload` keeps these
+    parts in host memory. `source` is another key with the same weights in the rank's store, divided otherwise: they are
+    then made of that model's parts rather than read; empty to read them.
+    """
 
     operation: ClassVar[str] = "load_transformer"
     key: str
@@ -149,6 +154,17 @@ class LoadTransformer(Request):
     family: str
     dtype: str
     tensor: int
+    shards: int
+    offload: bool
+    source: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckMode(Request):
+    """Answers with nothing when the ranks can run `mode` (the fields of `plan.RunMode`): packages, compilers."""
+
+    operation: ClassVar[str] = "check_mode"
+    mode: dict[str, Any]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -16,6 +16,7 @@ from diffusers.hooks.tensor_parallel import resolve_tp_shard_specs
 from diffusers.models import attention_dispatch
 from diffusers.models._modeling_parallel import ContextParallelInput, ContextParallelOutput
 from diffusers.models.attention_dispatch import AttentionBackendName
+from diffusers.models.attention_dispatch import dispatch_attention_fn as dispatch_attention
 from torch import nn
 
 from .attention_backends import backend_named
@@ -31,7 +32,9 @@ __all__ = [
     "check_backend_package",
     "choose_backend",
     "context_parallel_plan",
+    "dispatch_attention",
     "release_context_attention",
+    "repeated_blocks",
     "replace_context_attention",
     "resolve_tp_shard_specs",
     "route_attention",
@@ -116,6 +119,12 @@ def context_parallel_plan(model: nn.Module) -> dict[str, Any] | None:
     """What the class declares to be split and gathered: module path -> {argument: input rule} or an output rule."""
     plan: dict[str, Any] | None = getattr(model, "_cp_plan", None)
     return plan
+
+
+def repeated_blocks(model: nn.Module) -> list[nn.Module]:
+    """The blocks that make up most of the model: instances of the classes that it names as repeated."""
+    names = set(getattr(model, "_repeated_blocks", None) or ())
+    return [module for module in model.modules() if names & {base.__name__ for base in type(module).__mro__}]
 
 
 def tensor_parallel_plan(model: nn.Module) -> dict[str, Any] | None:

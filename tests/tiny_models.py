@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from torch import Tensor
 
 from parallel_core.families.base import Family
 from parallel_core.families.registry import family_named
-from tests import tiny_flux
+from tests import tiny_flux, tiny_qwen, tiny_wan
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,6 +50,7 @@ class TinyModel:
     `config` is what `write` starts from.
     """
 
+    family: str
     config: dict[str, Any]
     write: Callable[..., Path]
     inputs: Callable[[Case, dict[str, Any]], dict[str, Any]]
@@ -70,14 +72,68 @@ def _flux_inputs(case: Case, config: dict[str, Any]) -> dict[str, Any]:
     }
 
 
+def _qwen_inputs(case: Case, config: dict[str, Any]) -> dict[str, Any]:
+    """`frames` counts images: the picture and its references, which are smaller."""
+    noise = Noise(case.dtype)
+    height, width = case.size
+    sizes = [(height, width), *[(height + 1, width - 1)] * (case.frames - 1)]
+    ids = [_grid(number, *size) for number, size in enumerate(sizes)]
+    lengths = torch.arange(case.batch) * 5 % case.text + 1
+    return {
+        "hidden_states": noise(case.batch, sum(rows * columns for rows, columns in sizes), 64),
+        "encoder_hidden_states": noise(case.batch, case.text, config["joint_attention_dim"]),
+        "encoder_hidden_states_mask": torch.arange(case.text) < lengths[:, None] if case.ragged else None,
+        "timestep": torch.linspace(0.3, 0.9, case.batch),
+        "img_shapes": [[(1, *size) for size in sizes[:1]]] * case.batch,
+        "img_ids": torch.cat(ids),
+        "txt_ids": torch.arange(case.text).float()[:, None].expand(-1, 3) + max(case.size),
+        "return_dict": False,
+    }
+
+
+def _grid(index: int, height: int, width: int) -> Tensor:
+    """Positions (image, row, column) of an image's tokens, around its middle."""
+    rows, columns = torch.meshgrid(torch.arange(float(height)), torch.arange(float(width)), indexing="ij")
+    return torch.stack([torch.full_like(rows, index), rows - height // 2, columns - width // 2], dim=-1).flatten(0, 1)
+
+
+def _wan_inputs(case: Case, config: dict[str, Any]) -> dict[str, Any]:
+    """The 5B model gets a time per frame, I2V an image of 7 tokens."""
+    noise = Noise(case.dtype)
+    height, width = case.size
+    rows = {
+        "x": noise(case.batch, config["in_channels"], case.frames, 2 * height, 2 * width),
+        "times": torch.linspace(300, 900, case.batch),
+        "context": noise(case.batch, case.text, config["text_dim"]),
+    }
+    if config["out_channels"] == 48:
+        rows["times"] = torch.outer(rows["times"], torch.linspace(0, 1, case.frames))
+    if config.get("image_dim"):
+        rows["clip_fea"] = noise(case.batch, 7, config["image_dim"])
+    return family_named("wan").prepare(rows, {"rope": tiny_wan.rotations(case.frames, height, width)})
+
+
+def _tiny_wan(variant: str) -> TinyModel:
+    config = {**tiny_wan.TINY, **tiny_wan.VARIANTS[variant]}
+    return TinyModel(
+        family="wan", config=config, write=partial(tiny_wan.write_transformer, variant=variant), inputs=_wan_inputs
+    )
+
+
 TINY_MODELS: dict[str, TinyModel] = {
-    "flux": TinyModel(config=tiny_flux.TINY, write=tiny_flux.write_transformer, inputs=_flux_inputs),
+    "flux": TinyModel(family="flux", config=tiny_flux.TINY, write=tiny_flux.write_transformer, inputs=_flux_inputs),
+    "qwen": TinyModel(
+        family="qwen-image", config=tiny_qwen.TINY, write=tiny_qwen.write_transformer, inputs=_qwen_inputs
+    ),
+    "wan": _tiny_wan("t2v"),
+    "wan-i2v": _tiny_wan("i2v"),
+    "wan-5b": _tiny_wan("5b"),
 }
 
 
 def family_of(name: str) -> Family:
-    """The family that a name of `TINY_MODELS` ("wan", "wan-i2v") belongs to."""
-    return family_named(name.partition("-")[0])
+    """The family of a tiny model."""
+    return family_named(TINY_MODELS[name].family)
 
 
 def full_config(name: str, changed: dict[str, Any]) -> dict[str, Any]:

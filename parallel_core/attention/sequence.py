@@ -51,6 +51,9 @@ class SequenceParallel:
         self.kernel_returns_lse = kernel_returns_lse
         self._segments: Mapping[str, int] = {}
         self._layout: Layout = make_layout((), 1, 1)
+        self._own: list[int] = []
+        self._shown: list[int] = []
+        """Tokens of each segment that this rank holds, and that the model sees: see `split`."""
         self._mask: Tensor | None = None
         self._chunk_masks: tuple[ChunkMask, ...] = ()
 
@@ -71,23 +74,29 @@ class SequenceParallel:
 
         `masks`: for some segments, which of their tokens may be attended to: (batch, tokens), True or nonzero.
         """
-        if sum(split_sizes(length, self.num_ranks)[-1] for length in segments.values()) == 0:
-            raise ValueError(f"Some of {self.num_ranks} ranks would hold no token of {dict(segments)}.")
         self._segments = segments
         self._layout = make_layout(tuple(segments.values()), self._num_ring, self._num_ulysses)
+        self._own = [split_sizes(length, self.num_ranks)[self.rank] for length in segments.values()]
+        self._shown = [own or min(1, length) for own, length in zip(self._own, segments.values(), strict=True)]
         self._mask = _joint_mask(segments, masks or {})
         self._chunk_masks = chunk_masks(self._mask, self._layout) if self._num_ring > 1 else ()
 
     def split(self, tensor: Tensor, dim: int) -> Tensor:
-        """This rank's part of a segment along `dim`; empty where there are fewer tokens than ranks.
+        """This rank's part of a segment along `dim`; where there are fewer tokens than ranks, a token for show.
 
+        Models do not take a sequence of no tokens. `attend` and `gather` leave such a token out: nobody sees it.
         Contiguous, as the whole is: torch's linear rounds strided input differently (it adds the bias apart).
         """
-        return tensor.tensor_split(self.num_ranks, dim)[self.rank].contiguous()
+        part = tensor.tensor_split(self.num_ranks, dim)[self.rank]
+        if part.shape[dim] == 0 < tensor.shape[dim]:
+            part = tensor.narrow(dim, 0, 1)
+        return part.contiguous()
 
     def gather(self, tensor: Tensor, dim: int, segment: str) -> Tensor:
         """The inverse of `split`, on every rank: the whole segment from the ranks' parts along `dim`."""
         shares = split_sizes(self._segments[segment], self.num_ranks)
+        if tensor.shape[dim] == 1 > shares[self.rank]:
+            tensor = tensor.narrow(dim, 0, 0)
         if tensor.shape[dim] != shares[self.rank]:
             raise ValueError(
                 f"Rank {self.rank} of {self.num_ranks} has an output of shape {tuple(tensor.shape)}; expected its "
@@ -116,6 +125,8 @@ class SequenceParallel:
         `mask`, whole as `masks.as_key_mask` takes it, replaces that of `begin`.
         """
         chunk = self._layout.chunks[self._ring_rank]
+        local = query
+        query, key, value = (self._without_show(tensor) for tensor in (query, key, value))
         self._check(query, key, value, chunk.tokens[self._ulysses_rank])
         key, value = (_repeat_heads(tensor, query.shape[2]) for tensor in (key, value))
         heads = split_sizes(query.shape[2], self._num_ulysses)
@@ -139,7 +150,23 @@ class SequenceParallel:
             out = kernel(joint[0], joint[1], joint[2], whole)
         else:
             out = joint[0]
-        return to_tokens(out, chunk, heads, self._ulysses) if self._num_ulysses > 1 else out
+        if self._num_ulysses > 1:
+            out = to_tokens(out, chunk, heads, self._ulysses)
+        return self._with_show(out, local)
+
+    def _without_show(self, tensor: Tensor) -> Tensor:
+        """The tokens that this rank really holds, of those that `split` gave it (dim 1)."""
+        if self._own == self._shown or tensor.shape[1] != sum(self._shown):
+            return tensor
+        parts = tensor.split(self._shown, dim=1)
+        return torch.cat([part[:, :count] for part, count in zip(parts, self._own, strict=True)], dim=1)
+
+    def _with_show(self, out: Tensor, local: Tensor) -> Tensor:
+        """The reverse of `_without_show`, for a tensor of the shape of `local`."""
+        if out.shape == local.shape:
+            return out
+        parts = zip(out.split(self._own, dim=1), self._own, self._shown, strict=True)
+        return torch.cat([part if own else torch.zeros_like(local[:, :shown]) for part, own, shown in parts], dim=1)
 
     def _own_masks(
         self, mask: Tensor | None, heads: list[int], batch: int

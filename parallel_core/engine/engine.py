@@ -10,7 +10,7 @@ import collections
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,7 @@ import torch
 from ..errors import Cancelled, RankError
 from ..host import host_memory
 from ..plan import DeviceInfo
-from ..protocol import Park, Release, Request, Status
+from ..protocol import LoadTransformer, Park, Release, Request, Status
 from .devices import list_gpus
 from .group import Group, GroupKey, RankReply
 from .groups import Groups, Poll
@@ -139,13 +139,15 @@ class Engine:
     def using(self, spec: ModelSpec, poll: Poll | None = None) -> Iterator[Group]:
         """The group of `spec` with the model resident, and nobody else's until the block ends."""
         group = self.group(spec.group, poll)
+        source = ""
         if spec.key not in group.loaded:
-            self._release_orphans(spec)
+            source = self._source(group, spec)
+            self._release_orphans(spec, keep=source)
         with group.lock:
             holding = self.ledger.get(spec.group, spec.key)
             if holding is None or spec.key not in group.loaded:
-                self._make_room(group, spec.estimated_bytes(), keep=())
-                self._load(group, spec)
+                self._make_room(group, spec.estimated_bytes(), keep=self._holdings(spec.group, source))
+                self._load(group, spec, source if source in group.loaded else "")
             elif not holding.resident:
                 self._make_room(group, holding.device_bytes, keep=(holding,))
                 self._load(group, spec)  # the ranks have it and only bring it back
@@ -161,11 +163,28 @@ class Engine:
         holding = self.ledger.get(spec.group, spec.key)
         return self._groups.find(spec.group) is not None and holding is not None and holding.resident
 
-    def _load(self, group: Group, spec: ModelSpec) -> None:
+    def _source(self, group: Group, spec: ModelSpec) -> str:
+        """The key of a resident model whose parts the new one can be made of, if there is room for both; else ""."""
+        sibling = self.ledger.sibling(spec.group, spec.key, spec.weights)
+        if sibling is None:
+            return ""
+        needed = spec.estimated_bytes()
+        if spec.group.devices[0].startswith("cpu"):
+            return sibling.key if sum(needed.values()) < self._host()[0] * HOST_SHARE else ""
+        free = self._free(group)
+        fits = all(free.get(device, 0) > size + WORKSPACE_BYTES for device, size in needed.items())
+        return sibling.key if fits else ""
+
+    def _holdings(self, group: GroupKey, key: str) -> tuple[Holding, ...]:
+        holding = self.ledger.get(group, key)
+        return () if holding is None else (holding,)
+
+    def _load(self, group: Group, spec: ModelSpec, source: str = "") -> None:
+        request = spec.load_request()
+        if source and isinstance(request, LoadTransformer):  # nothing else can be divided in two ways
+            request = replace(request, source=source)
         try:
-            replies = self.request_group(
-                group, spec.load_request(), deadline=self.deadlines.load, label=f"loading {spec.label}"
-            )
+            replies = self.request_group(group, request, deadline=self.deadlines.load, label=f"loading {spec.label}")
         except RankError:
             if group.alive:  # some ranks may hold it, others not: none shall
                 self.request_group(group, Release(key=spec.key))
@@ -177,7 +196,9 @@ class Engine:
             for device, size in reply.data["device_bytes"].items():
                 by_device[device] = by_device.get(device, 0) + int(size)
         group.loaded.add(spec.key)
-        self.ledger.record(spec.group, spec.key, spec.label, by_device)
+        self.ledger.record(spec.group, spec.key, spec.label, by_device, spec.weights)
+        if source:
+            self._release_if_orphan(spec.group, source)
         logger.info("loaded %s: %s", spec.label, ", ".join(f"{d} {s / 1e6:.0f} MB" for d, s in by_device.items()))
 
     def _make_room(self, group: Group, needed: Mapping[str, int], keep: Sequence[Holding]) -> None:
@@ -188,13 +209,16 @@ class Engine:
         if self._free_host is not None:
             for device, size in needed.items():
                 self._free_host(device, size)
-        free: dict[str, int] = {}
-        for reply in self.request_group(group, Status()):
-            free.update(reply.data["free_bytes"])
-        for holding in self.ledger.to_yield(needed, free, keep):
+        for holding in self.ledger.to_yield(needed, self._free(group), keep):
             if self._park(holding):
                 self._notices.append(f"{holding.label} left the devices to make room")
                 logger.info(self._notices[-1])
+
+    def _free(self, group: Group) -> dict[str, int]:
+        free: dict[str, int] = {}
+        for reply in self.request_group(group, Status()):
+            free.update(reply.data["free_bytes"])
+        return free
 
     def take_notices(self) -> list[str]:
         """What was done to other models since the last call, for the text of the node that caused it."""
@@ -287,11 +311,24 @@ class Engine:
             group.lock.release()
         return True
 
-    def _release_orphans(self, spec: ModelSpec) -> None:
-        """Before `spec` is loaded, what nothing stands for any more goes from its devices."""
+    def _release_if_orphan(self, group: GroupKey, key: str) -> None:
+        """Soon, when nothing stands for it; without waiting for whoever looks at the references just now."""
+        if self._lock.acquire(blocking=False):
+            try:
+                if (group, key) in self._references.orphans():
+                    self.release_later(group, key)
+            finally:
+                self._lock.release()
+
+    def _release_orphans(self, spec: ModelSpec, keep: str) -> None:
+        """Before `spec` is loaded, what nothing stands for any more goes from its devices, but for `keep`."""
         with self._lock:
             for key, model in self._references.orphans():
-                if model != spec.key and set(key.devices) & set(spec.group.devices) and self._try_release(key, model):
+                if (
+                    model not in (spec.key, keep)
+                    and set(key.devices) & set(spec.group.devices)
+                    and self._try_release(key, model)
+                ):
                     self._references.forget((key, model))
 
     # -- looking and ending ----------------------------------------------------------------------------------------

@@ -20,6 +20,8 @@ class Holding:
     key: str
     label: str
     device_bytes: dict[str, int]
+    weights: str
+    """Equal for models with the same weights, however they are divided."""
     resident: bool = True
     last_use: int = 0
 
@@ -31,9 +33,11 @@ class Ledger:
     _holdings: dict[tuple[GroupKey, str], Holding] = field(default_factory=dict)
     _clock: itertools.count[int] = field(default_factory=itertools.count)
 
-    def record(self, group: GroupKey, key: str, label: str, device_bytes: Mapping[str, int]) -> Holding:
-        """Notes that `key` is resident now."""
-        holding = Holding(group=group, key=key, label=label, device_bytes=dict(device_bytes))
+    def record(
+        self, group: GroupKey, key: str, label: str, device_bytes: Mapping[str, int], weights: str = ""
+    ) -> Holding:
+        """Notes that `key` is resident now. `weights` is its own key where nothing else has the same weights."""
+        holding = Holding(group=group, key=key, label=label, device_bytes=dict(device_bytes), weights=weights or key)
         self._holdings[(group, key)] = holding
         self.touch(group, key)
         return holding
@@ -64,6 +68,13 @@ class Ledger:
     def of_group(self, group: GroupKey) -> list[Holding]:
         """Everything a group holds."""
         return [holding for holding in self._holdings.values() if holding.group == group]
+
+    def sibling(self, group: GroupKey, key: str, weights: str) -> Holding | None:
+        """A resident model of the group with the same weights as `key`, divided in another way."""
+        for holding in self.of_group(group):
+            if holding.weights == weights and holding.key != key and holding.resident:
+                return holding
+        return None
 
     def to_yield(self, needed: Mapping[str, int], free: Mapping[str, int], keep: Sequence[Holding]) -> list[Holding]:
         """The holdings to park so that `needed` bytes fit into `free` bytes on every device: least recently used first.

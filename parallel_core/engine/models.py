@@ -26,6 +26,10 @@ class ModelSpec(Protocol):
         """The model's name in the ranks' stores: equal specs have equal keys."""
 
     @property
+    def weights(self) -> str:
+        """Equal for specs with the same weights, however they are divided over the ranks."""
+
+    @property
     def label(self) -> str:
         """For messages: "flux transformer of flux-dev"."""
 
@@ -44,9 +48,9 @@ def spec_key(kind: str, **parts: object) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class TransformerSpec:
-    """A transformer: files, dtype, tensor degree, devices.
+    """A transformer: files, dtype, devices, and how the weights are divided.
 
-    Context axes and replicas are not part of it: they change on the loaded weights.
+    Context axes, replicas and the attention backend are not part of it: they change on the loaded weights.
     """
 
     devices: tuple[str, ...]
@@ -58,6 +62,10 @@ class TransformerSpec:
     num_bytes: int
     """Bytes of all weights in `dtype`."""
     tensor: int
+    shards: int = 1
+    """Ranks that share the weights out among them, on top of `tensor`."""
+    offload: bool = False
+    """Shared weights lie in the ranks' host memory."""
 
     @property
     def group(self) -> GroupKey:
@@ -70,6 +78,11 @@ class TransformerSpec:
         return spec_key("transformer", **asdict(self))
 
     @property
+    def weights(self) -> str:
+        """Which weights, in which dtype."""
+        return spec_key("weights", folder=self.folder, fingerprint=self.fingerprint, dtype=self.dtype)
+
+    @property
     def label(self) -> str:
         """For messages."""
         return f"{self.family} transformer {self.name}"
@@ -77,10 +90,16 @@ class TransformerSpec:
     def load_request(self) -> Request:
         """See `protocol.LoadTransformer`."""
         return LoadTransformer(
-            key=self.key, folder=self.folder, family=self.family, dtype=self.dtype, tensor=self.tensor
+            key=self.key,
+            folder=self.folder,
+            family=self.family,
+            dtype=self.dtype,
+            tensor=self.tensor,
+            shards=self.shards,
+            offload=self.offload,
         )
 
     def estimated_bytes(self) -> dict[str, int]:
-        """An equal slice on every device, with what tensor parallelism keeps whole counted as a tenth."""
-        share = self.num_bytes if self.tensor == 1 else int(self.num_bytes * (1 / self.tensor + 0.1))
-        return dict.fromkeys(self.devices, share)
+        """An equal part on every device, with what tensor parallelism keeps whole counted as a tenth."""
+        sliced = self.num_bytes if self.tensor == 1 else int(self.num_bytes * (1 / self.tensor + 0.1))
+        return dict.fromkeys(self.devices, 0 if self.offload else sliced // self.shards)

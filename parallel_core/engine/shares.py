@@ -16,7 +16,7 @@ from ..plan import ParallelPlan
 def check_shares(plan: ParallelPlan, family: Family, config: Config, calls: Sequence[SeamCall]) -> str:
     """What to tell the user about unequal shares under `plan`; empty when there is nothing to tell.
 
-    `UserError` when a rank would get no token at all, and for unequal shares where the plan's `uneven` is "never".
+    `UserError` for unequal shares where the plan's `uneven` is "never".
     """
     ranks = plan.ring * plan.ulysses
     if ranks == 1:
@@ -24,7 +24,6 @@ def check_shares(plan: ParallelPlan, family: Family, config: Config, calls: Sequ
     notes = _heads_note(family.num_heads(config) // plan.tensor, plan)
     for call in calls:
         lengths = family.segment_lengths(config, call)
-        _refuse_idle_ranks(lengths, ranks)
         notes += [note for note in _tokens_notes(lengths, ranks) if note not in notes]
     if notes and plan.uneven == "never":
         raise UserError(
@@ -48,13 +47,3 @@ def _tokens_notes(lengths: Mapping[str, int], ranks: int) -> list[str]:
 
 def _text(sizes: Sequence[int]) -> str:
     return ", ".join(map(str, sizes)) if len(sizes) <= 8 else f"{sizes[0]} to {sizes[-1]}"
-
-
-def _refuse_idle_ranks(lengths: Mapping[str, int], ranks: int) -> None:
-    longest = max(lengths.values())
-    if longest < ranks:
-        there = ", ".join(f"{length} of {name}" for name, length in lengths.items())
-        raise UserError(
-            f"There are too few tokens to share out: {there}, over {ranks} ranks (ring x ulysses). "
-            f"Use at most {longest} ranks for a picture this small, or replicas."
-        )

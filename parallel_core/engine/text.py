@@ -55,6 +55,11 @@ class TextModel:
         )
 
     @property
+    def weights(self) -> str:
+        """As the key: they are divided in one way only."""
+        return self.key
+
+    @property
     def label(self) -> str:
         """For messages: "text encoders of flux-dev"."""
         return f"text encoders of {Path(self.source.folder).name}"

@@ -13,10 +13,11 @@ from typing import Any
 
 import torch
 
+from ..attention_backends import check_masks
 from ..errors import UserError
 from ..families.base import Family, SeamCall
 from ..plan import ParallelPlan, PlanChoice, resolve
-from ..protocol import Forward
+from ..protocol import CheckMode, Forward
 from .engine import Engine
 from .groups import Poll
 from .models import TransformerSpec
@@ -38,6 +39,8 @@ class RunStatistics:
     choice: PlanChoice | None = None
     note: str = ""
     """What is unequal about the ranks' shares."""
+    compiled: str = ""
+    """What the last evaluation has compiled."""
     num_steps: int = 0
     num_batches: int = 0
     """The most batches that one rank ran one after the other in an evaluation."""
@@ -65,13 +68,16 @@ class RemoteTransformer:
     statistics: RunStatistics = field(default_factory=RunStatistics)
 
     def ensure_loaded(self, poll: Poll | None = None) -> None:
-        """Loads the weights now rather than at the first evaluation."""
+        """Loads the weights now rather than at the first evaluation, once the ranks have what the plan needs."""
+        mode = self.plan.mode
+        if mode.attention_backend != "auto" or mode.compile != "off":
+            self.engine.request(self.spec.group, CheckMode(mode=asdict(mode)), poll=poll)
         self.engine.ensure_loaded(self.spec, poll)
 
     def choose(self, num_rows: int) -> PlanChoice:
         """The degrees for an evaluation of `num_rows` rows."""
         return resolve(
-            self.plan, rows=num_rows, heads=self.family.num_heads(self.config), fits_one_device=self.spec.tensor == 1
+            self.plan, rows=num_rows, heads=self.family.tensor_units(self.config), fits_one_device=self.spec.tensor == 1
         )
 
     def evaluate(self, calls: Sequence[SeamCall], *, label: str, poll: Poll | None = None) -> list[torch.Tensor]:
@@ -82,6 +88,8 @@ class RemoteTransformer:
         """
         _check_row_counts(calls)
         choice = self.choose(sum(call.num_rows for call in calls))
+        if any(row in call.rows for call in calls for row in self.family.mask_rows):
+            check_masks(choice.plan.attention_backend)
         self.statistics.note = check_shares(choice.plan, self.family, self.config, calls)
         slots, tensors = _slots(calls)
         assignments = share_rows(
@@ -98,12 +106,13 @@ class RemoteTransformer:
             assignments=[[[list(segment) for segment in batch] for batch in batches] for batches in assignments],
         )
         deadlines = self.engine.deadlines
-        deadline = deadlines.step if self.statistics.num_steps else deadlines.first
+        compiles = self.statistics.num_steps == 0 or choice.plan.compile != "off"
+        deadline = deadlines.first if compiles else deadlines.step
         with self.engine.using(self.spec, poll) as group:
             started = time.monotonic()
             replies = self.engine.request_group(group, request, tensors, deadline=deadline, label=label, poll=poll)
-            self.statistics.seconds += time.monotonic() - started
-        self._note(choice, assignments, replies)
+            seconds = time.monotonic() - started
+        self._note(choice, assignments, replies, seconds)
         return _assemble(calls, [reply.tensors for reply in replies])
 
     def _rows_at_once(self, call: SeamCall, plan: ParallelPlan) -> int:
@@ -115,9 +124,14 @@ class RemoteTransformer:
         per_row = self.family.activation_bytes(self.config, call, element) // plan.mode.context
         return max(1, int(room * _ACTIVATION_SHARE) // max(1, per_row))
 
-    def _note(self, choice: PlanChoice, assignments: Sequence[Sequence[Batch]], replies: Sequence[Any]) -> None:
+    def _note(
+        self, choice: PlanChoice, assignments: Sequence[Sequence[Batch]], replies: Sequence[Any], seconds: float
+    ) -> None:
         self.statistics.choice = choice
         self.statistics.num_steps += 1
+        self.statistics.seconds += seconds
+        graphs = max(int(reply.data["graphs"]) for reply in replies)
+        self.statistics.compiled = f"{graphs} graphs compiled in this step of {seconds:.0f} s" if graphs else ""
         batches = max(len(batches) for batches in assignments)
         self.statistics.num_batches = max(self.statistics.num_batches, batches)
         for reply in replies:

@@ -42,6 +42,11 @@ class VaeModel:
         return spec_key("vae", **asdict(self))
 
     @property
+    def weights(self) -> str:
+        """As the key: they are divided in one way only."""
+        return self.key
+
+    @property
     def label(self) -> str:
         """For messages: "VAE of flux-dev"."""
         folder = Path(self.vae.folder)

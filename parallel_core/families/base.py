@@ -10,6 +10,7 @@ from __future__ import annotations
 import importlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from fnmatch import fnmatch
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -79,6 +80,12 @@ class ComfySide:
     """Conditioning keys of this family besides `GENERIC_CONDITIONING`."""
     check_conditioning: Callable[[Mapping[str, Any], Config], None]
     """`UserError` for a conditioning whose tensors do not fit (another family's text encoder, say)."""
+    restore: Callable[[Any, Mapping[str, Any], torch.Tensor], torch.Tensor] | None = None
+    """(model, arguments, what `finish` gave) -> what the seam returns, where the two differ: the weight-free end of the
+    function that the seam stands for (tokens back to a latent, say)."""
+    needs: Mapping[str, str] = field(default_factory=dict)
+    """Arguments of `params_class` that must not be left out where `unet_config` has them, since the model would not be
+    the same without: argument -> what in the model's config asks for it, for the message."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,6 +100,8 @@ class Family:
     expected_shapes: Callable[[Config], dict[str, tuple[int, ...]]]
     """Every weight's name and shape, from the config alone."""
     num_heads: Callable[[Config], int]
+    check_config: Callable[[Config], None] | None = None
+    """`UserError` for a variant of the diffusers class that this family does not run."""
     check_plan: Callable[[Config, ParallelPlan], None]
     """`UserError` for degrees that this model cannot serve."""
     activation_bytes: Callable[[Config, SeamCall, int], int]
@@ -110,23 +119,40 @@ class Family:
     """Tokens of each of `cp_segments` in a call."""
     cp_masks: Mapping[str, str] = field(default_factory=dict)
     """Arguments of the split modules that mask a segment's keys: argument -> segment. They stay whole on every rank."""
+    mask_rows: tuple[str, ...] = ()
+    """Rows of a call that are attention masks: not every attention backend takes them."""
     cp_sometimes: tuple[str, ...] = ()
     """Arguments that run along the sequence for some inputs only, told apart by their number of dimensions."""
     cp_plan: Mapping[str, Any] | None = None
     """Where diffusers has no context-parallel plan or has it wrong."""
     tp_plan: Mapping[str, Any] | None = None
     """Where diffusers has no tensor-parallel plan or has it wrong."""
+    tp_units: Callable[[Config], int] | None = None
+    """What a tensor degree must divide, where that is not the number of heads alone."""
     tp_norms: tuple[str, ...] = ()
     """RMS norms (globs) over the channels of all heads: a rank norms its own by the sum of squares over all ranks."""
     tp_heads: tuple[str, ...] = ()
     """Attention modules (globs) whose `heads` must be the number of local heads."""
     tp_replicated_output: tuple[str, ...] = ()
     """Linear layers (globs) that are sliced over the ranks too, but whose whole output every rank needs."""
+    fp32_weights: tuple[str, ...] = ()
+    """Weights (globs) that are held in float32 when the model runs in 16 bits; the layers' own code computes with
+    them in float32."""
+    unused_weights: tuple[str, ...] = ()
+    """Weights (globs) that some files hold and neither diffusers nor ComfyUI reads."""
 
     @property
     def class_name(self) -> str:
         """The diffusers class's own name, as config.json gives it."""
         return self.transformer.split(":")[1]
+
+    def tensor_units(self, config: Config) -> int:
+        """A tensor degree works when it divides this number."""
+        return (self.tp_units or self.num_heads)(config)
+
+    def is_fp32(self, name: str) -> bool:
+        """Whether the weight of that name keeps float32."""
+        return any(fnmatch(name, pattern) for pattern in self.fp32_weights)
 
     def full_config(self, config: Config) -> dict[str, Any]:
         """The config with the defaults filled in."""

@@ -14,6 +14,7 @@ import torch
 from ..errors import UserError
 from ..plan import ParallelPlan
 from .base import ComfySide, Config, Family, SeamCall
+from .common import linear, refuse_uneven
 
 _PATCH = 2
 _TIME_CHANNELS = 256
@@ -44,25 +45,21 @@ def _out_channels(config: Config) -> int:
     return int(config.get("out_channels") or config["in_channels"])
 
 
-def _linear(name: str, out_features: int, in_features: int) -> dict[str, tuple[int, ...]]:
-    return {f"{name}.weight": (out_features, in_features), f"{name}.bias": (out_features,)}
-
-
 def _expected_shapes(config: Config) -> dict[str, tuple[int, ...]]:
     """Names and shapes of diffusers' FluxTransformer2DModel."""
     inner = _inner_dim(config)
     shapes = {
-        **_linear("x_embedder", inner, int(config["in_channels"])),
-        **_linear("context_embedder", inner, int(config["joint_attention_dim"])),
-        **_linear("norm_out.linear", 2 * inner, inner),
-        **_linear("proj_out", _out_channels(config), inner),
+        **linear("x_embedder", inner, int(config["in_channels"])),
+        **linear("context_embedder", inner, int(config["joint_attention_dim"])),
+        **linear("norm_out.linear", 2 * inner, inner),
+        **linear("proj_out", _out_channels(config), inner),
     }
     embedders = {"timestep_embedder": _TIME_CHANNELS, "text_embedder": int(config["pooled_projection_dim"])}
     if config.get("guidance_embeds"):
         embedders["guidance_embedder"] = _TIME_CHANNELS
     for name, channels in embedders.items():
-        shapes |= _linear(f"time_text_embed.{name}.linear_1", inner, channels)
-        shapes |= _linear(f"time_text_embed.{name}.linear_2", inner, inner)
+        shapes |= linear(f"time_text_embed.{name}.linear_1", inner, channels)
+        shapes |= linear(f"time_text_embed.{name}.linear_2", inner, inner)
     for index in range(int(config["num_layers"])):
         shapes |= _double_block_shapes(f"transformer_blocks.{index}", config)
     for index in range(int(config["num_single_layers"])):
@@ -74,26 +71,26 @@ def _double_block_shapes(block: str, config: Config) -> dict[str, tuple[int, ...
     inner, head = _inner_dim(config), (int(config["attention_head_dim"]),)
     shapes: dict[str, tuple[int, ...]] = {}
     for name in ("norm1.linear", "norm1_context.linear"):
-        shapes |= _linear(f"{block}.{name}", 6 * inner, inner)
+        shapes |= linear(f"{block}.{name}", 6 * inner, inner)
     for name in ("to_q", "to_k", "to_v", "to_out.0", "add_q_proj", "add_k_proj", "add_v_proj", "to_add_out"):
-        shapes |= _linear(f"{block}.attn.{name}", inner, inner)
+        shapes |= linear(f"{block}.attn.{name}", inner, inner)
     for name in ("norm_q", "norm_k", "norm_added_q", "norm_added_k"):
         shapes[f"{block}.attn.{name}.weight"] = head
     for name in ("ff", "ff_context"):
-        shapes |= _linear(f"{block}.{name}.net.0.proj", 4 * inner, inner)
-        shapes |= _linear(f"{block}.{name}.net.2", inner, 4 * inner)
+        shapes |= linear(f"{block}.{name}.net.0.proj", 4 * inner, inner)
+        shapes |= linear(f"{block}.{name}.net.2", inner, 4 * inner)
     return shapes
 
 
 def _single_block_shapes(block: str, config: Config) -> dict[str, tuple[int, ...]]:
     inner, head = _inner_dim(config), (int(config["attention_head_dim"]),)
     shapes = {
-        **_linear(f"{block}.norm.linear", 3 * inner, inner),
-        **_linear(f"{block}.proj_mlp", 4 * inner, inner),
-        **_linear(f"{block}.proj_out", inner, 5 * inner),
+        **linear(f"{block}.norm.linear", 3 * inner, inner),
+        **linear(f"{block}.proj_mlp", 4 * inner, inner),
+        **linear(f"{block}.proj_out", inner, 5 * inner),
     }
     for name in ("to_q", "to_k", "to_v"):
-        shapes |= _linear(f"{block}.attn.{name}", inner, inner)
+        shapes |= linear(f"{block}.attn.{name}", inner, inner)
     for name in ("norm_q", "norm_k"):
         shapes[f"{block}.attn.{name}.weight"] = head
     return shapes
@@ -101,12 +98,7 @@ def _single_block_shapes(block: str, config: Config) -> dict[str, tuple[int, ...
 
 def _check_plan(config: Config, plan: ParallelPlan) -> None:
     heads = _num_heads(config)
-    if heads % plan.tensor:
-        nearest = min((d for d in range(1, heads + 1) if heads % d == 0), key=lambda d: (abs(d - plan.tensor), d))
-        raise UserError(
-            f"tensor is {plan.tensor}, but this model's {heads} attention heads cannot be dealt to {plan.tensor} ranks "
-            f"evenly. The nearest degree that works is tensor {nearest}; ulysses works with any number of heads."
-        )
+    refuse_uneven(f"{heads} attention heads", heads, plan.tensor)
 
 
 def _segment_lengths(config: Config, call: SeamCall) -> dict[str, int]:
@@ -226,10 +218,9 @@ def _embed_times_as_comfyui(model: torch.nn.Module) -> None:
     def forward(*args: torch.Tensor) -> torch.Tensor:
         pooled, timestep, guidance = args[-1], times["timestep"], times["guidance"]
         assert timestep is not None
-        # `pooled` lies where this module does; what the model itself was called with may lie on another device
-        embedding = embed.timestep_embedder(embed.time_proj(timestep * 1000).to(pooled))
+        embedding = embed.timestep_embedder(embed.time_proj(timestep * 1000).to(pooled.dtype))
         if guidance is not None:
-            embedding = embedding + embed.guidance_embedder(embed.time_proj(guidance * 1000).to(pooled))
+            embedding = embedding + embed.guidance_embedder(embed.time_proj(guidance * 1000).to(pooled.dtype))
         result: torch.Tensor = embedding + embed.text_embedder(pooled)
         return result
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from ..checkpoint import Checkpoint
 from ..errors import UserError
-from . import flux
+from . import flux, qwen, wan
 from .base import Family
 
-FAMILIES: tuple[Family, ...] = (flux.FAMILY,)
+FAMILIES: tuple[Family, ...] = (flux.FAMILY, qwen.FAMILY, wan.FAMILY)
 
 
 def family_named(name: str) -> Family:

@@ -64,8 +64,10 @@ def tensor_shards(model: nn.Module, family: Family, degree: int) -> dict[str, Sh
         raise UserError(f"{type(model).__name__} declares no tensor-parallel plan; it runs with tensor 1 only.")
     _check_heads(model, degree)
     gathered = dict.fromkeys(family.tp_replicated_output, "colwise")
+    # by name: diffusers takes one wildcard per glob, and layers that not every variant of a model has must be there
+    named = {name: style for glob, style in plan.items() for name, _ in _matching(model, [glob])}
     try:
-        planned = upstream.resolve_tp_shard_specs(model, dict(plan), degree)
+        planned = upstream.resolve_tp_shard_specs(model, named, degree)
         modulation = upstream.resolve_tp_shard_specs(model, gathered, degree)
     except ValueError as error:
         raise UserError(f"tensor {degree} does not fit this {type(model).__name__}. {error}") from error

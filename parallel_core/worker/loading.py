@@ -1,24 +1,39 @@
-"""Loads a diffusers transformer, or one tensor rank's slices of it, from a folder of safetensors.
+"""Loads a diffusers transformer, or one rank's part of it, from a folder of safetensors.
 
-Owns building the model on the meta device and filling it tensor by tensor: the peak is the model (or the slices) and
-one tensor, and no memory map stays behind. Does not know process groups, plans or what a family's tensors mean.
+Owns building the model on the meta device and filling it tensor by tensor: the peak is the model (or the part) and one
+tensor, and no memory map stays behind. Does not know plans or what a family's tensors mean.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from accelerate import init_empty_weights
 from safetensors import safe_open
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 
+from .. import upstream
 from ..checkpoint import Checkpoint, check_loadable, check_shapes, read_checkpoint
 from ..families.base import Family, resolve_class
 from ..parallelize import ShardSpec, tensor_shards
+from .shared_weights import as_shared, part_of_rank, share_weights
+
+
+@dataclass(frozen=True, kw_only=True)
+class Part:
+    """Which part of the weights a rank holds; all of them by default."""
+
+    tensor_rank: int = 0
+    tensor_degree: int = 1
+    shared_over: DeviceMesh | None = None
+    """The ranks (1-D) that share the weights out among them, each tensor rank's slices by themselves."""
+    offload: bool = False
+    """Shared weights lie in host memory until they are collected."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,35 +47,54 @@ class LoadedTransformer:
     """Bytes of the tensors and slices taken from the files, in the files' dtypes."""
 
 
+WHOLE = Part()
+
+
+class Slice(Protocol):
+    """What can be cut out of one tensor before all of it is read: a safetensors slice."""
+
+    def __getitem__(self, index: Any) -> Tensor: ...
+
+    def get_shape(self) -> list[int]: ...
+
+
+Weights = Callable[[Checkpoint], Iterator[tuple[str, Slice]]]
+"""Where the weights come from: every name of a checkpoint with its tensor, one after the other."""
+
+
+def from_files(checkpoint: Checkpoint) -> Iterator[tuple[str, Slice]]:
+    """The checkpoint's own files; only what is cut out is read."""
+    for file in checkpoint.files:
+        with safe_open(file, framework="pt") as source:
+            for info in checkpoint.tensors.values():
+                if info.file == file:
+                    yield info.name, source.get_slice(info.name)
+
+
 def load_transformer(
     folder: Path,
     family: Family,
     dtype: torch.dtype,
     device: torch.device,
-    *,
-    tensor_rank: int = 0,
-    tensor_degree: int = 1,
+    part: Part = WHOLE,
+    weights: Weights = from_files,
 ) -> LoadedTransformer:
-    """The transformer in `folder` (a diffusers pipeline or its transformer folder), or this tensor rank's slices of it.
+    """The transformer in `folder` (a diffusers pipeline or its transformer folder), or a rank's part of it.
 
     Raises UserError, before any weight is read, for a folder without config or weights, damaged files, weights that do
     not fit the config and a degree that does not fit the model.
     """
     checkpoint, model = empty_transformer(folder, family)
-    shards = tensor_shards(model, family, tensor_degree)
-    bytes_read = 0
-    for file in checkpoint.files:
-        with safe_open(file, framework="pt") as source:
-            for name in _names_in(checkpoint, file):
-                part = _read(source, name, shards.get(name), tensor_rank, tensor_degree)
-                bytes_read += 0 if part is None else part.nbytes
-                # a copy even where dtype and device already fit: the file's memory map must not live on in the model
-                _put(model, name, None if part is None else part.to(device, dtype, copy=True).contiguous())
-    model.to(device)  # buffers that the constructor computed
+    shards = tensor_shards(model, family, part.tensor_degree)
+    reader = _Reader(shards, part, family, dtype, device)
+    put = _put if part.shared_over is None else _share(model, reader, part)
+    for name, source in weights(checkpoint):
+        put(model, name, reader.read(source, name))
+    _to_device(model, device)
     model.requires_grad_(False).eval()
     if family.on_loaded is not None:
         family.on_loaded(model)
-    return LoadedTransformer(model=model, shards=shards, bytes_read=bytes_read)
+    return LoadedTransformer(model=model, shards=shards, bytes_read=reader.bytes_read)
 
 
 def empty_transformer(folder: Path, family: Family) -> tuple[Checkpoint, nn.Module]:
@@ -68,7 +102,7 @@ def empty_transformer(folder: Path, family: Family) -> tuple[Checkpoint, nn.Modu
 
     Raises UserError as `load_transformer` does.
     """
-    checkpoint = read_checkpoint(folder, "transformer")
+    checkpoint = read_checkpoint(folder, "transformer").without(family.unused_weights)
     check_loadable(checkpoint)
     with init_empty_weights(include_buffers=False):
         model: nn.Module = resolve_class(family.transformer).from_config(dict(checkpoint.config))
@@ -76,15 +110,70 @@ def empty_transformer(folder: Path, family: Family) -> tuple[Checkpoint, nn.Modu
     return checkpoint, model
 
 
-def _names_in(checkpoint: Checkpoint, file: Path) -> list[str]:
-    return [info.name for info in checkpoint.tensors.values() if info.file == file]
+def held_dtype(family: Family, name: str, dtype: torch.dtype) -> torch.dtype:
+    """The dtype in which the weight of that name is held when the model runs in `dtype`."""
+    return torch.promote_types(dtype, torch.float32) if family.is_fp32(name) else dtype
 
 
-def _read(source: Any, name: str, spec: ShardSpec | None, rank: int, degree: int) -> Tensor | None:
-    if spec is None:
-        tensor: Tensor = source.get_tensor(name)
-        return tensor
-    return spec.take(source.get_slice(name), rank, degree)
+def _to_device(model: nn.Module, device: torch.device) -> None:
+    """The buffers that the constructor computed; the weights are there."""
+    for buffer in model.buffers():
+        buffer.data = buffer.data.to(device)
+
+
+class _Reader:
+    """Reads a rank's part of one tensor after the other."""
+
+    def __init__(
+        self, shards: Mapping[str, ShardSpec], part: Part, family: Family, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        self._shards = shards
+        self._part = part
+        self._family = family
+        self._dtype = dtype
+        self._device = torch.device("cpu") if part.offload else device
+        self.bytes_read = 0
+
+    def read(self, source: Slice, name: str) -> Tensor | None:
+        """This rank's part on its device in the wanted dtype; None where it holds nothing."""
+        part = self._cut(source, self._shards.get(name))
+        if part is None:
+            return None
+        self.bytes_read += part.nbytes
+        # a copy even where dtype and device already fit: the file's memory map must not live on in the model
+        return part.to(self._device, held_dtype(self._family, name, self._dtype), copy=True).contiguous()
+
+    def _cut(self, source: Slice, spec: ShardSpec | None) -> Tensor | None:
+        mesh = self._part.shared_over
+        if spec is not None:
+            sliced = spec.take(source, self._part.tensor_rank, self._part.tensor_degree)
+            return sliced if sliced is None or mesh is None else sliced[part_of_rank(sliced.shape[0], mesh)]
+        return source[:] if mesh is None else source[part_of_rank(source.get_shape()[0], mesh)]
+
+    def shape_on_meta(self, name: str, whole: Tensor) -> Tensor | None:
+        """A meta tensor of the shape and dtype that this tensor rank has of `whole`, before it is shared out."""
+        spec = self._shards.get(name)
+        sliced = whole if spec is None else spec.take(whole, self._part.tensor_rank, self._part.tensor_degree)
+        dtype = held_dtype(self._family, name, self._dtype)
+        return None if sliced is None else torch.empty(sliced.shape, dtype=dtype, device="meta")
+
+
+def _share(model: nn.Module, reader: _Reader, part: Part) -> Callable[[nn.Module, str, Tensor | None], None]:
+    """Makes the model's parameters shared ones; returns what puts a rank's part in its place."""
+    assert part.shared_over is not None
+    for name, parameter in list(model.named_parameters()):
+        _put(model, name, reader.shape_on_meta(name, parameter))
+    blocks = upstream.repeated_blocks(model.requires_grad_(False))
+    share_weights(model, blocks, part.shared_over, offload=part.offload)
+    parameters = dict(model.named_parameters())
+
+    def put(model: nn.Module, name: str, value: Tensor | None) -> None:
+        if value is not None:
+            shared = as_shared(value, parameters[name])
+            path, _, attribute = name.rpartition(".")
+            model.get_submodule(path).load_state_dict({attribute: shared}, strict=False, assign=True)
+
+    return put
 
 
 def _put(model: nn.Module, name: str, value: Tensor | None) -> None:

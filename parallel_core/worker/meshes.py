@@ -26,6 +26,7 @@ class MeshCache:
         """`device_type`: "cpu" or "cuda"."""
         self._device_type = device_type
         self._meshes: dict[tuple[int, ...], DeviceMesh] = {}  # least recently used first
+        self._sharing: dict[tuple[int, int], DeviceMesh] = {}
 
     def get(self, shape: tuple[int, int, int, int]) -> DeviceMesh:
         """The mesh of a plan's `shape`, whose product is the number of ranks. A collective when it is new."""
@@ -37,12 +38,32 @@ class MeshCache:
         self._meshes[shape] = mesh
         return mesh
 
+    def sharing(self, shards: int, tensor: int) -> DeviceMesh:
+        """The 1-D mesh of the ranks that share weights out: those of one replica with the same place along "tensor".
+
+        It stays until `close`, since a model that is shared out over it cannot change to another.
+        """
+        if (shards, tensor) not in self._sharing:
+            replicas = dist.get_world_size() // (shards * tensor)
+            names = ("replica", "shard", "tensor")
+            self._sharing[shards, tensor] = init_device_mesh(
+                self._device_type, (replicas, shards, tensor), mesh_dim_names=names
+            )
+        return self._sharing[shards, tensor]["shard"]
+
     def close(self) -> None:
         """Takes every mesh down."""
+        for mesh in self._sharing.values():
+            _destroy(mesh)
+        self._sharing.clear()
         while self._meshes:
             self._destroy(next(iter(self._meshes)))
 
     def _destroy(self, shape: tuple[int, ...]) -> None:
-        for group in self._meshes.pop(shape).get_all_groups():
-            if group is not dist.group.WORLD:  # an axis over all ranks borrows it
-                dist.destroy_process_group(group)
+        _destroy(self._meshes.pop(shape))
+
+
+def _destroy(mesh: DeviceMesh) -> None:
+    for group in mesh.get_all_groups():
+        if group is not dist.group.WORLD:  # an axis over all ranks borrows it
+            dist.destroy_process_group(group)

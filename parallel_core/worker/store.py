@@ -13,6 +13,8 @@ from typing import Any
 
 import torch
 
+from .shared_weights import is_shared, own_part
+
 
 @dataclass
 class StoredModel:
@@ -51,17 +53,16 @@ class ModelStore:
     def __contains__(self, key: str) -> bool:
         return key in self._models
 
-    def add(self, key: str, model: StoredModel) -> None:
-        """Takes a model that was just read from disk."""
+    def add(self, key: str, model: StoredModel, *, was_read: bool = True) -> None:
+        """Takes a new model; `was_read` from disk, or made of another one."""
         self._models[key] = model
-        self.num_loads += 1
+        self.num_loads += was_read
 
     def use(self, key: str) -> StoredModel:
         """The model, resident: brought back from host memory when it was parked. KeyError when it was never loaded."""
         model = self._models[key]
         if not model.resident:
-            for name, tensor in _local_tensors(model.module):
-                _move(tensor, model.homes.get(name, model.device))
+            _move(model.module, model.device, model.homes)
             model.resident = True
         return model
 
@@ -71,8 +72,7 @@ class ModelStore:
         if model is not None and not model.movable:
             self.release(key)
         elif model is not None and model.resident:
-            for _, tensor in _local_tensors(model.module):
-                _move(tensor, torch.device("cpu"))
+            _move(model.module, torch.device("cpu"))
             model.resident = False
             give_memory_back()
 
@@ -113,9 +113,16 @@ def give_memory_back() -> None:
 def _local_tensors(module: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     for name, tensor in [*module.named_parameters(), *module.named_buffers()]:
         if not tensor.is_meta:
-            yield name, tensor
+            yield name, own_part(tensor)
 
 
-def _move(tensor: torch.Tensor, device: torch.device) -> None:
-    """Moves a local weight in place: parameters stay the same objects, so hooks and sharding stay valid."""
-    tensor.data = tensor.data.to(device)
+def _move(module: torch.nn.Module, device: torch.device, homes: Mapping[str, torch.device] | None = None) -> None:
+    """Moves local weights in place, to `device` but for those that have another home.
+
+    Parameters stay the same objects, so hooks and sharding stay valid.
+    """
+    if is_shared(module):
+        module.to(device)
+        return
+    for name, tensor in _local_tensors(module):
+        tensor.data = tensor.data.to((homes or {}).get(name, device))

@@ -12,12 +12,16 @@ from pathlib import Path
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
+from .. import upstream
 from ..families.base import Family
 from ..families.registry import family_named
 from ..parallelize import Applied, apply_plan
+from ..parallelize.compiled import check_compiler, num_graphs
 from ..plan import RunMode
-from ..protocol import Forward, LoadTransformer, Request
-from .loading import LoadedTransformer, load_transformer
+from ..protocol import CheckMode, Forward, LoadTransformer, Request
+from .loading import LoadedTransformer, Part, Weights, from_files, load_transformer
+from .redivide import from_ranks
+from .shared_weights import let_go
 from .store import StoredModel
 from .worker import Handler, Inputs, Result, Worker, torch_dtype
 
@@ -27,7 +31,7 @@ class _AppliedPlan:
 
     def __init__(self, loaded: LoadedTransformer, family: Family) -> None:
         self.family = family
-        self._loaded = loaded
+        self.loaded = loaded
         self._mode: RunMode | None = None
         self._mesh: DeviceMesh | None = None
         self._applied: Applied | None = None
@@ -36,7 +40,7 @@ class _AppliedPlan:
         """Makes `mode` the applied one; free when it is already."""
         if mode != self._mode or mesh is not self._mesh:
             self.remove()
-            self._applied = apply_plan(self._loaded.model, self.family, self._loaded.shards, mesh, mode)
+            self._applied = apply_plan(self.loaded.model, self.family, self.loaded.shards, mesh, mode)
             self._mode, self._mesh = mode, mesh
 
     def remove(self) -> None:
@@ -48,22 +52,47 @@ class _AppliedPlan:
 
 
 def load(worker: Worker, request: LoadTransformer, tensors: Inputs) -> Result:
-    """Reads the weights, or this rank's slices of them, straight to the device."""
+    """Reads the weights, or this rank's part of them, straight to the device."""
     if request.key not in worker.store:
         family = family_named(request.family)
-        loaded = load_transformer(
-            Path(request.folder),
-            family,
-            torch_dtype(request.dtype),
-            worker.device,
-            tensor_rank=worker.rank % request.tensor,  # the tensor axis is the innermost
-            tensor_degree=request.tensor,
-        )
+        folder, dtype = Path(request.folder), torch_dtype(request.dtype)
+        weights = _weights_of(worker, request.source) if request.source else from_files
+        loaded = load_transformer(folder, family, dtype, worker.device, _part_of(worker, request), weights)
         plan = _AppliedPlan(loaded, family)
-        model = StoredModel(module=loaded.model, device=worker.device, close=plan.remove, extra={"plan": plan})
-        worker.store.add(request.key, model)
+        model = StoredModel(
+            module=loaded.model, device=worker.device, close=plan.remove, extra={"plan": plan, "tensor": request.tensor}
+        )
+        worker.store.add(request.key, model, was_read=not request.source)
     size = worker.store.use(request.key).num_bytes
-    return Result(data={"device_bytes": {worker.devices[0]: size}})
+    return Result(data={"device_bytes": {worker.devices[0]: 0 if request.offload else size}})
+
+
+def _weights_of(worker: Worker, key: str) -> Weights:
+    """The weights of a model that is here in other parts."""
+    model = worker.store.use(key)
+    degree: int = model.extra["tensor"]
+    mesh = worker.meshes.get((worker.world_size // degree, 1, 1, degree))
+    return from_ranks(model.extra["plan"].loaded, mesh.get_group("tensor"))
+
+
+def _part_of(worker: Worker, request: LoadTransformer) -> Part:
+    """This rank's part of the weights; the tensor axis is the innermost."""
+    shared = request.shards > 1 or request.offload
+    return Part(
+        tensor_rank=worker.rank % request.tensor,
+        tensor_degree=request.tensor,
+        shared_over=worker.meshes.sharing(request.shards, request.tensor) if shared else None,
+        offload=request.offload,
+    )
+
+
+def check_mode(worker: Worker, request: CheckMode, tensors: Inputs) -> Result:
+    """Refuses what these ranks lack for a mode, before any weight is read."""
+    mode = RunMode(**request.mode)
+    upstream.check_backend_package(mode.attention_backend)
+    if mode.compile != "off":
+        check_compiler(worker.device)
+    return Result()
 
 
 def forward(worker: Worker, request: Forward, tensors: Inputs) -> Result:
@@ -83,6 +112,7 @@ def run_batches(
     """Evaluates this replica's batches on a model to which `mode` is applied."""
     replica, place = divmod(worker.rank, mode.ranks_per_replica)
     outputs: dict[str, torch.Tensor] = {}
+    graphs = num_graphs()
     with torch.inference_mode():
         for batch in request.assignments[replica]:
             rows, shared = _gather(batch, request.calls, tensors)
@@ -91,8 +121,9 @@ def run_batches(
                 sizes = [last - first for _, first, last in batch]
                 for (call, first, last), part in zip(batch, output.split(sizes), strict=True):
                     outputs[f"{call}:{first}:{last}"] = part
+    let_go(model)
     worker.synchronize()  # an error of this step belongs to this step
-    return Result(data={"peak_bytes": worker.peak_bytes()}, tensors=outputs)
+    return Result(data={"peak_bytes": worker.peak_bytes(), "graphs": num_graphs() - graphs}, tensors=outputs)
 
 
 def _gather(
@@ -112,6 +143,7 @@ def _join(parts: list[torch.Tensor]) -> torch.Tensor:
 
 
 OPERATIONS: dict[str, tuple[type[Request], Handler]] = {
+    CheckMode.operation: (CheckMode, check_mode),
     LoadTransformer.operation: (LoadTransformer, load),
     Forward.operation: (Forward, forward),
 }

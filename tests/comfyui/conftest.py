@@ -15,10 +15,12 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from tests.comfyui.broken_models import BROKEN, write_broken
+from tests import tiny_qwen
+from tests.comfyui.broken_models import BROKEN, missing_tensor, write_broken
 from tests.comfyui.harness import REPOSITORY, Comfy, make_base
 from tests.comfyui.parity import PLANS
 from tests.tiny_flux import write_hollow, write_pipeline, write_transformer
+from tests.tiny_wan import write_all as write_all_wan
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -59,7 +61,7 @@ def rank_python() -> Path:
 
 @pytest.fixture(scope="session")
 def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A models folder: Flux with and without guidance, sharded, bare, large, broken; a LoRA."""
+    """A models folder: Flux with and without guidance, sharded, bare, large, broken; Qwen-Image; every Wan; a LoRA."""
     models = tmp_path_factory.mktemp("models")
     diffusers = models / "diffusers"
     write_pipeline(diffusers / "tiny-flux")
@@ -68,8 +70,14 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     write_pipeline(diffusers / "other-flux", seed=2)
     write_transformer(diffusers / "bare-flux", seed=3)
     write_hollow(diffusers / "hollow-flux", num_attention_heads=64)
+    tiny_qwen.write_pipeline(diffusers / "tiny-qwen")
+    tiny_qwen.write_pipeline(diffusers / "tiny-qwen-2511", seed=1, zero_cond_t=True)
+    layered = {"use_layer3d_rope": True, "use_additional_t_cond": True}
+    tiny_qwen.write_pipeline(diffusers / "tiny-qwen-layered", **layered)
+    write_broken(diffusers / "broken-qwen", diffusers / "tiny-qwen", missing_tensor)
     for breaking in BROKEN:
         write_broken(diffusers / f"broken-{breaking.__name__}", diffusers / "tiny-flux", breaking)
+    write_all_wan(diffusers)
     (models / "loras").mkdir()
     target = "transformer.transformer_blocks.0.attn.to_q"
     lora = {f"{target}.lora_A.weight": torch.ones(4, 64), f"{target}.lora_B.weight": torch.ones(64, 4)}

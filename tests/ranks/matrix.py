@@ -5,6 +5,7 @@ A cell (a model, a mode, an input) gives the numbers of one rank, or the mode is
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -12,6 +13,9 @@ from typing import Any
 from parallel_core.errors import UserError
 from parallel_core.plan import ParallelPlan
 from tests.tiny_models import family_of, full_config
+
+SHARED = {"shard_weights": True}
+OFFLOADED = {"shard_weights": True, "offload": True}
 
 MODES: dict[str, dict[str, Any]] = {
     "ulysses 2": {"ulysses": 2},
@@ -28,6 +32,11 @@ MODES: dict[str, dict[str, Any]] = {
     "ring 2 x tensor 2": {"ring": 2, "tensor": 2},
     "replicas 2 x ulysses 2": {"replicas": 2, "ulysses": 2},
     "ring 2 x ulysses 2 x tensor 2": {"ring": 2, "ulysses": 2, "tensor": 2},
+    "ulysses 2, shard_weights": {"ulysses": 2, **SHARED},
+    "ring 3, shard_weights": {"ring": 3, **SHARED},
+    "ulysses 2, shard_weights in host memory": {"ulysses": 2, **OFFLOADED},
+    "ulysses 2 x tensor 2, shard_weights": {"ulysses": 2, "tensor": 2, **SHARED},
+    "replicas 2 x ulysses 2, shard_weights": {"replicas": 2, "ulysses": 2, **SHARED},
 }
 
 
@@ -46,6 +55,23 @@ _FLUX_INPUTS: dict[str, dict[str, Any]] = {
     "text 1": {"batch": 2, "text": 1, "size": [9, 7]},
     "batch 3": {"batch": 3, "text": 17, "size": [5, 5]},
     "text 511": {"text": 511, "size": [9, 7]},
+    "fewer tokens than ranks": {"text": 1, "size": [1, 2]},
+}
+
+_QWEN_INPUTS: dict[str, dict[str, Any]] = {
+    "even": {"text": 16, "size": [4, 4]},
+    "text 77": {"text": 77, "size": [5, 5]},
+    "text 1": {"batch": 2, "text": 1, "size": [9, 7]},
+    "ragged masks": {"batch": 3, "text": 20, "size": [5, 5], "ragged": True},
+    "ragged masks, text 77": {"batch": 2, "text": 77, "size": [4, 7], "ragged": True},
+    "text 511, two references": {"text": 511, "frames": 3, "size": [5, 4]},
+}
+
+_VIDEO_INPUTS: dict[str, dict[str, Any]] = {
+    "even": {"text": 16, "frames": 2, "size": [4, 4]},
+    "odd frames": {"batch": 2, "text": 77, "frames": 3, "size": [3, 5]},
+    "one frame": {"text": 1, "size": [5, 5]},
+    "batch 3": {"batch": 3, "text": 600, "frames": 3, "size": [3, 3]},
     "few tokens": {"text": 1, "size": [2, 2]},
 }
 
@@ -53,17 +79,31 @@ MODELS: dict[str, Model] = {
     "flux": Model(name="flux", inputs=_FLUX_INPUTS),
     "flux, 3 heads": Model(name="flux", config={"num_attention_heads": 3}, inputs=_FLUX_INPUTS),
     "flux, 6 heads": Model(name="flux", config={"num_attention_heads": 6}, inputs=_FLUX_INPUTS),
+    "qwen": Model(name="qwen", inputs=_QWEN_INPUTS),
+    "qwen, 3 heads": Model(name="qwen", config={"num_attention_heads": 3}, inputs=_QWEN_INPUTS),
     "flux without guidance": Model(name="flux", config={"guidance_embeds": False}, inputs={"even": {}}),
+    "wan": Model(name="wan", inputs=_VIDEO_INPUTS),
+    "wan, 6 heads": Model(name="wan", config={"num_attention_heads": 6, "ffn_dim": 192}, inputs=_VIDEO_INPUTS),
+    "wan I2V": Model(name="wan-i2v", inputs=_VIDEO_INPUTS),
+    "wan 5B": Model(name="wan-5b", inputs=_VIDEO_INPUTS),
 }
+
+
+def degrees_of(mode: str) -> dict[str, int]:
+    """The fields of `RunMode` that a mode sets."""
+    return {name: value for name, value in MODES[mode].items() if name not in OFFLOADED}
+
+
+def sharing_of(mode: str) -> dict[str, bool]:
+    """How a mode divides the weights."""
+    return {name: value for name, value in MODES[mode].items() if name in OFFLOADED}
 
 
 def plan_of(mode: str) -> ParallelPlan:
     """The plan a user would have to set for a mode."""
-    degrees = MODES[mode]
-    world = 1
-    for degree in degrees.values():
-        world *= degree
-    return ParallelPlan(devices=tuple(f"cpu:{rank}" for rank in range(world)), **degrees)
+    degrees = degrees_of(mode)
+    devices = tuple(f"cpu:{rank}" for rank in range(math.prod(degrees.values())))
+    return ParallelPlan(devices=devices, shard_weights="shard_weights" in MODES[mode], **degrees)
 
 
 def refusal(model: Model, mode: str) -> str:

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import shutil
+import struct
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from parallel_core.engine import Engine
+from parallel_core.errors import UserError
 from parallel_core.families.base import SeamCall
 from parallel_core.families.flux import FAMILY
 from parallel_core.plan import ParallelPlan
@@ -73,7 +78,7 @@ def test_auto_shares_rows_out_and_a_single_rows_tokens(engine: Engine, tiny_flux
         assert_close(model.evaluate(calls, label="forward"), expected(calls))
         assert model.statistics.choice is not None
         chosen.append(model.statistics.choice.plan.mode.shape)
-    assert chosen == [(1, 2, 1), (2, 1, 1)]
+    assert chosen == [(1, 1, 2, 1), (2, 1, 1, 1)]
 
 
 @pytest.mark.slow
@@ -165,3 +170,87 @@ def test_tensor_ranks_hold_about_half(engine: Engine, tiny_flux: Path) -> None:
     model.ensure_loaded()
     for rank in ledger(engine, model):
         assert rank[model.spec.key]["device_bytes"] <= 0.6 * whole  # 0.55 at real sizes, where small weights count less
+
+
+def _drop_data(weights: Path) -> None:
+    """Zeros for every weight; the header stays."""
+    with weights.open("r+b") as file:
+        (length,) = struct.unpack("<Q", file.read(8))
+        size = weights.stat().st_size
+        file.seek(8 + length)
+        file.write(bytes(size - 8 - length))
+
+
+@pytest.mark.parametrize(
+    "plans",
+    [
+        [{"tensor": 2}, {"ulysses": 2}, {"tensor": 2}],
+        [{"ulysses": 2}, {"ulysses": 2, "shard_weights": True}, {"ring": 2}],
+    ],
+    ids=["tensor and back", "shard_weights and back"],
+)
+def test_weights_are_divided_anew_without_reading_them(
+    engine: Engine, tmp_path: Path, plans: list[dict[str, Any]]
+) -> None:
+    calls = [call(2, text=4)]
+    folder = write_transformer(tmp_path / "model")
+    previous = None
+    for number, degrees in enumerate(plans):
+        plan = ParallelPlan(devices=TWO, **degrees)
+        shards = 2 if plan.shard_weights else 1
+        model = remote(engine, folder, plan, tensor=plan.tensor, shards=shards)
+        engine.retain(model.spec)
+        assert_close(model.evaluate(calls, label="forward"), expected(calls))
+        if number == 0:
+            _drop_data(folder / "diffusion_pytorch_model.safetensors")
+            loads = number_of_loads(engine, model)
+        else:
+            engine.drop_reference(previous.spec.group, previous.spec.key)
+        previous = model
+    assert number_of_loads(engine, previous) == loads
+    engine.drop_reference(previous.spec.group, previous.spec.key)
+
+
+def test_an_orphan_goes_as_soon_as_its_weights_are_divided_anew(engine: Engine, tiny_flux: Path) -> None:
+    sliced, whole = (remote(engine, tiny_flux, ParallelPlan(devices=TWO, **d)) for d in ({"tensor": 2}, {"ulysses": 2}))
+    engine.retain(sliced.spec)
+    sliced.ensure_loaded()
+    engine.drop_reference(sliced.spec.group, sliced.spec.key)
+    whole.ensure_loaded()
+    assert holds(engine, whole)
+    assert not holds(engine, sliced)
+
+
+def test_shared_weights_take_their_part_and_can_be_parked(engine: Engine, tiny_flux: Path) -> None:
+    plan = ParallelPlan(devices=TWO, ulysses=2, shard_weights=True)
+    model = remote(engine, tiny_flux, plan, shards=2, fingerprint="shared")
+    calls = [call(1, text=3)]
+    assert_close(model.evaluate(calls, label="forward"), expected(calls))
+    total = sum(parameter.nbytes for parameter in build_transformer().parameters())
+    for rank in ledger(engine, model):
+        assert rank[model.spec.key]["device_bytes"] <= 0.52 * total, "also after a forward"
+    engine.park(model.spec)
+    assert not engine.is_resident(model.spec)
+    assert_close(model.evaluate(calls, label="forward"), expected(calls))
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not shutil.which("g++"), reason="torch.compile needs a C++ compiler on CPU ranks")
+def test_compiled_blocks_give_the_same_numbers_and_say_when_they_compile(engine: Engine, tiny_flux: Path) -> None:
+    model = remote(engine, tiny_flux, ParallelPlan(devices=TWO, ulysses=2, compile="default"))
+    model.ensure_loaded()
+    said = []
+    for size in ((5, 3), (5, 3), (4, 6)):
+        calls = [call(1, text=7, image=size)]
+        assert_close(model.evaluate(calls, label="forward"), expected(calls))
+        said.append("compiled" in model.statistics.compiled)
+    assert said == [True, False, True]
+
+
+def test_a_backend_whose_package_is_missing_is_refused_before_loading(engine: Engine, tiny_flux: Path) -> None:
+    model = remote(engine, tiny_flux, ParallelPlan(devices=TWO, ulysses=2), fingerprint="never loaded")
+    model.plan = replace(model.plan)
+    object.__setattr__(model.plan, "attention_backend", "flash")  # on CPU ranks the plan itself refuses it
+    with pytest.raises(UserError, match="flash-attn"):
+        model.ensure_loaded()
+    assert not holds(engine, model)

@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 
 from parallel_core.errors import UserError
 from parallel_core.families.flux import FAMILY
-from parallel_core.worker.loading import LoadedTransformer, load_transformer
+from parallel_core.worker.loading import LoadedTransformer, Part, load_transformer
 from tests.ranks.gloo import run_on_ranks
 from tests.tiny_flux import build_transformer, write_pipeline, write_transformer
 
@@ -21,7 +21,7 @@ CPU = torch.device("cpu")
 
 
 def load(folder: Path, dtype: torch.dtype = torch.float32, rank: int = 0, degree: int = 1) -> LoadedTransformer:
-    return load_transformer(folder, FAMILY, dtype, CPU, tensor_rank=rank, tensor_degree=degree)
+    return load_transformer(folder, FAMILY, dtype, CPU, Part(tensor_rank=rank, tensor_degree=degree))
 
 
 @pytest.fixture

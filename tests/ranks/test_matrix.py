@@ -5,12 +5,13 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
 
 from tests.ranks.gloo import run_on_ranks
-from tests.ranks.matrix import MODELS, MODES, plan_of, refusal, rows
+from tests.ranks.matrix import MODELS, degrees_of, plan_of, refusal, rows, sharing_of
 
 _SAMPLE = ("ulysses 3", "ring 3", "ring 2 x ulysses 2", "tensor 3", "ring 2 x tensor 2")
 _LARGE = "ring 2 x ulysses 2 x tensor 2"
@@ -38,16 +39,23 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize(("model", "mode"), _marked())
 def test_ranks_compute_what_one_rank_computes(folders: dict[str, str], model: str, mode: str, dtype: str) -> None:
-    """float32: 1e-6. bfloat16: the same bits where only tokens and heads move; else within one rank's own rounding."""
+    """float32: 1e-6. bfloat16: the same bits where only tokens and heads move; else as near as two results are that
+    both have one rank's rounding, each its own."""
     if reason := refusal(MODELS[model], mode):
         assert "nearest degree that works" in reason
         return
     inputs = MODELS[model].inputs
-    settings = {"name": MODELS[model].name, "folder": folders[model], "mode": MODES[mode], "dtype": dtype}
+    settings = {
+        "name": MODELS[model].name,
+        "folder": folders[model],
+        "mode": degrees_of(mode),
+        "dtype": dtype,
+        **sharing_of(mode),
+    }
     ranks = run_on_ranks(
         plan_of(mode).world_size, "transformer_ranks:compare", timeout=280, cases=list(inputs.values()), **settings
     )
-    keeps_bits = MODES[mode].get("tensor", 1) * MODES[mode].get("ring", 1) == 1
+    keeps_bits = not {"tensor", "ring"} & degrees_of(mode).keys()
     for rank, results in enumerate(ranks):
         for case, (error, is_equal, rounding) in zip(inputs, results, strict=True):
             where = f"{model}, {mode}, {dtype}, {case}, rank {rank}: {error:.1e} (one rank: {rounding:.1e})"
@@ -56,7 +64,7 @@ def test_ranks_compute_what_one_rank_computes(folders: dict[str, str], model: st
             elif keeps_bits:
                 assert is_equal, where
             else:
-                assert error <= rounding, where
+                assert error <= math.sqrt(2) * rounding, where
 
 
 @pytest.mark.parametrize(("model", "mode"), _marked())
@@ -65,7 +73,7 @@ def test_the_check_notices_a_missing_exchange(folders: dict[str, str], model: st
     if refusal(MODELS[model], mode):
         return
     inputs = MODELS[model].inputs
-    settings = {"name": MODELS[model].name, "folder": folders[model], "mode": MODES[mode]}
+    settings = {"name": MODELS[model].name, "folder": folders[model], "mode": degrees_of(mode), **sharing_of(mode)}
     ranks = run_on_ranks(
         plan_of(mode).world_size, "transformer_ranks:without_exchange", cases=list(inputs.values()), **settings
     )

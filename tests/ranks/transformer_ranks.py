@@ -10,21 +10,24 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from parallel_core import attention, upstream
 from parallel_core.errors import UserError
 from parallel_core.parallelize import apply_context, apply_plan
 from parallel_core.plan import RunMode
 from parallel_core.worker import meshes as meshes_module
-from parallel_core.worker.loading import LoadedTransformer, load_transformer
+from parallel_core.worker.loading import WHOLE, LoadedTransformer, Part, load_transformer
 from parallel_core.worker.meshes import MeshCache
 from parallel_core.worker.placed_transformer import place_transformer
+from parallel_core.worker.shared_weights import let_go
 from tests.tiny_models import TINY_MODELS, Case, family_of
 
 CPU = torch.device("cpu")
@@ -37,10 +40,45 @@ def write_models(rank: int, world_size: int, name: str, models: dict[str, dict[s
         TINY_MODELS[name].write(Path(folder), **config)
 
 
-def load(name: str, folder: str, dtype: str = "float32", tensor: int = 1, tensor_rank: int = 0) -> LoadedTransformer:
-    return load_transformer(
-        Path(folder), family_of(name), getattr(torch, dtype), CPU, tensor_rank=tensor_rank, tensor_degree=tensor
+def load(name: str, folder: str, dtype: str = "float32", part: Part = WHOLE) -> LoadedTransformer:
+    return load_transformer(Path(folder), family_of(name), getattr(torch, dtype), CPU, part)
+
+
+@dataclass
+class Ranked:
+    """A model under a mode on this rank."""
+
+    run: RunMode
+    mesh: DeviceMesh
+    loaded: LoadedTransformer
+
+    def __call__(self, inputs: dict[str, Any]) -> Tensor:
+        output: Tensor = self.loaded.model(**inputs)[0]
+        let_go(self.loaded.model)
+        return output
+
+
+def load_ranked(
+    name: str,
+    folder: str,
+    mode: dict[str, Any],
+    dtype: str = "float32",
+    *,
+    shard_weights: bool = False,
+    offload: bool = False,
+) -> Ranked:
+    """This rank's part of the model, with `mode` applied."""
+    run, meshes = RunMode(**mode), MeshCache("cpu")
+    mesh = meshes.get(run.shape)
+    part = Part(
+        tensor_rank=mesh.get_local_rank("tensor"),
+        tensor_degree=run.tensor,
+        shared_over=meshes.sharing(run.context, run.tensor) if shard_weights else None,
+        offload=offload,
     )
+    loaded = load(name, folder, dtype, part)
+    apply_plan(loaded.model, family_of(name), loaded.shards, mesh, run)
+    return Ranked(run, mesh, loaded)
 
 
 def make_inputs(name: str, model: Any, case: dict[str, Any], dtype: str = "float32") -> dict[str, Any]:
@@ -56,18 +94,22 @@ def distance(output: Tensor, reference: Tensor) -> float:
 
 @torch.inference_mode()
 def compare(
-    rank: int, world_size: int, name: str, folder: str, mode: dict[str, Any], cases: list[dict[str, Any]], dtype: str
+    rank: int,
+    world_size: int,
+    name: str,
+    folder: str,
+    mode: dict[str, Any],
+    cases: list[dict[str, Any]],
+    dtype: str,
+    **sharing: bool,
 ) -> list[list[Any]]:
     """Per case: the plan's distance from one rank, bit-equality, and one rank's own distance from float32."""
-    run = RunMode(**mode)
-    mesh = MeshCache("cpu").get(run.shape)
     exact, alone = load(name, folder).model, load(name, folder, dtype).model
-    loaded = load(name, folder, dtype, tensor=run.tensor, tensor_rank=mesh.get_local_rank("tensor"))
-    apply_plan(loaded.model, family_of(name), loaded.shards, mesh, run)
+    together = load_ranked(name, folder, mode, dtype, **sharing)
     results = []
     for case in cases:
         inputs = make_inputs(name, alone, case, dtype)
-        output, reference = loaded.model(**inputs)[0], alone(**inputs)[0]
+        output, reference = together(inputs), alone(**inputs)[0]
         rounding = distance(reference, exact(**make_inputs(name, exact, case))[0])
         results.append([distance(output, reference), torch.equal(output, reference), rounding])
     return results
@@ -97,7 +139,7 @@ def switch(
     inputs = make_inputs(name, alone, CASE)
     reference = alone(**inputs)[0]
     tensor_rank = cache.get(RunMode(**modes[0]).shape).get_local_rank("tensor")
-    loaded = load(name, folder, tensor=tensor, tensor_rank=tensor_rank)
+    loaded = load(name, folder, part=Part(tensor_rank=tensor_rank, tensor_degree=tensor))
     before = traces_of_plans(loaded.model)
     errors, seconds = [], []
     for mode in modes:
@@ -136,14 +178,17 @@ def switched_off(name: str, replacement: Callable[..., None]) -> Iterator[None]:
 
 @torch.inference_mode()
 def without_exchange(
-    rank: int, world_size: int, name: str, folder: str, mode: dict[str, Any], cases: list[dict[str, Any]]
+    rank: int,
+    world_size: int,
+    name: str,
+    folder: str,
+    mode: dict[str, Any],
+    cases: list[dict[str, Any]],
+    **sharing: bool,
 ) -> list[float]:
     """How far the results are off when the ranks' exchange is replaced by what a rank has itself."""
-    run = RunMode(**mode)
-    mesh = MeshCache("cpu").get(run.shape)
     alone = load(name, folder).model
-    loaded = load(name, folder, tensor=run.tensor, tensor_rank=mesh.get_local_rank("tensor"))
-    apply_plan(loaded.model, family_of(name), loaded.shards, mesh, run)
+    together = load_ranked(name, folder, mode, **sharing)
     errors = []
     with (
         switched_off("all_to_all_single", lambda output, given, *sizes, group: output.zero_()),
@@ -152,7 +197,7 @@ def without_exchange(
     ):
         for case in cases:
             inputs = make_inputs(name, alone, case)
-            errors.append(distance(loaded.model(**inputs)[0], alone(**inputs)[0]))
+            errors.append(distance(together(inputs), alone(**inputs)[0]))
     return errors
 
 
@@ -260,6 +305,18 @@ def mapped_lines(folder: str) -> list[str]:
 
 
 @torch.inference_mode()
+def compare_placed(
+    rank: int, world_size: int, name: str, folder: str, case: dict[str, Any], dtype: str, shares: dict[str, float]
+) -> dict[str, Any]:
+    """Places a model by limits that are `shares` of its weights: bit-equality with one rank, and what lies where."""
+    whole, devices = load(name, folder, dtype).model, ("cpu:0", "cpu:1")
+    limits = {home: int(share * parameter_bytes(whole)) for home, share in shares.items()}
+    placed = place_transformer(Path(folder), family_of(name), getattr(torch, dtype), devices, limits)
+    outputs = [model(**make_inputs(name, whole, case, dtype))[0] for model in (whole, placed.model)]
+    return {"equal": torch.equal(*outputs), "homes": sorted(placed.plan.bytes_per_device)}
+
+
+@torch.inference_mode()
 def place(rank: int, world_size: int, folder: str, dtype: str, limits: dict[str, int]) -> dict[str, Any]:
     """Places a Flux over two "devices" and evaluates it: what it holds and what both need at most."""
     devices = ("cpu:0", "cpu:1")
@@ -281,7 +338,7 @@ def place(rank: int, world_size: int, folder: str, dtype: str, limits: dict[str,
 def load_slices(rank: int, world_size: int, folder: str, dtype: str) -> dict[str, Any]:
     """Loads this rank's slices: bytes held, read and needed on the way, and what maps the files afterwards."""
     with anonymous_peak() as growth:
-        loaded = load("flux", folder, dtype, tensor=world_size, tensor_rank=rank)
+        loaded = load("flux", folder, dtype, Part(tensor_rank=rank, tensor_degree=world_size))
     return {
         "bytes": parameter_bytes(loaded.model),
         "read": loaded.bytes_read,

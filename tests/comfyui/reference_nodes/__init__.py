@@ -1,13 +1,26 @@
-"""A test-only node pack: ComfyUI's own Flux over tiny diffusers weights, random inputs, interference and probes.
+"""A test-only node pack: ComfyUI's own models over tiny diffusers weights, random inputs, interference and probes.
 
 It is linked into a test server's custom_nodes; nothing of it is part of the product.
 """
 
-from . import inputs, interference, probes, reference_flux, reference_vae, wrappers
+from . import (
+    inputs,
+    interference,
+    probes,
+    reference_flux,
+    reference_qwen,
+    reference_vae,
+    reference_wan,
+    video,
+    wrappers,
+)
 
 NODE_CLASS_MAPPINGS = {
     **reference_flux.NODES,
+    **reference_qwen.NODES,
     **reference_vae.NODES,
+    **reference_wan.NODES,
+    **video.NODES,
     **inputs.NODES,
     **interference.NODES,
     **probes.NODES,

@@ -22,7 +22,10 @@ def _randn(seed: int, *shape: int) -> torch.Tensor:
 
 
 class TestConditioning:
-    """`tokens` text tokens of width `dim`; `pooled` 0 leaves pooled_output out, as other families do."""
+    """`tokens` text tokens of width `dim`; `pooled` 0 leaves pooled_output out, as other families do.
+
+    padding: how many of the tokens, the last ones, the attention mask hides; 0 leaves the mask out.
+    """
 
     RETURN_TYPES = ("CONDITIONING",)
     FUNCTION = "make"
@@ -32,16 +35,20 @@ class TestConditioning:
     def INPUT_TYPES(cls) -> dict[str, Any]:
         return {
             "required": {"tokens": _int(17, 1), "seed": _int(0)},
-            "optional": {"dim": _int(32, 1), "pooled": _int(16), "rows": _int(1, 1)},
+            "optional": {"dim": _int(32, 1), "pooled": _int(16), "rows": _int(1, 1), "padding": _int(0)},
         }
 
-    def make(self, tokens: int, seed: int, dim: int = 32, pooled: int = 16, rows: int = 1) -> tuple[list[Any]]:
+    def make(
+        self, tokens: int, seed: int, dim: int = 32, pooled: int = 16, rows: int = 1, padding: int = 0
+    ) -> tuple[list[Any]]:
         options = {"pooled_output": _randn(seed + 1, rows, pooled)} if pooled else {}
+        if padding:
+            options["attention_mask"] = (torch.arange(tokens) < tokens - padding).long().repeat(rows, 1)
         return ([[_randn(seed, rows, tokens, dim), options]],)
 
 
 class TestLatent:
-    """A latent that is not empty, in raw VAE space; `width` and `height` in pixels."""
+    """A latent that is not empty, in raw VAE space; `width` and `height` in pixels; `frames` 0: no such dimension."""
 
     RETURN_TYPES = ("LATENT",)
     FUNCTION = "make"
@@ -50,10 +57,13 @@ class TestLatent:
     @classmethod
     def INPUT_TYPES(cls) -> dict[str, Any]:
         sizes = {"width": _int(64, 8), "height": _int(64, 8), "seed": _int(0)}
-        return {"required": sizes, "optional": {"batch": _int(1, 1), "channels": _int(16, 1)}}
+        return {"required": sizes, "optional": {"batch": _int(1, 1), "channels": _int(16, 1), "frames": _int(0)}}
 
-    def make(self, width: int, height: int, seed: int, batch: int = 1, channels: int = 16) -> tuple[dict[str, Any]]:
-        return ({"samples": 3 * _randn(seed, batch, channels, height // 8, width // 8)},)
+    def make(
+        self, width: int, height: int, seed: int, batch: int = 1, channels: int = 16, frames: int = 0
+    ) -> tuple[dict[str, Any]]:
+        shape = (batch, channels, *([frames] if frames else []), height // 8, width // 8)
+        return ({"samples": 3 * _randn(seed, *shape)},)
 
 
 class TestMask:
