@@ -148,8 +148,8 @@ def test_every_family_equals_one_rank(name: str, tmp_path: Path) -> None:
     run_on_ranks(1, "transformer_ranks:write_models", name=name, models={str(tmp_path): {}})
     for shares in (
         {"cpu:0": 2.0, "cpu:1": 2.0},
-        {"cpu:0": 0.8, "cpu:1": 0.05, "cpu": 0.0, "disk": 2.0},
-        {"cpu:0": 0.0, "cpu:1": 0.0, "cpu": 0.8, "disk": 2.0},
+        {"cpu:0": 0.95, "cpu:1": 0.0, "cpu": 0.0, "disk": 2.0},
+        {"cpu:0": 0.0, "cpu:1": 0.0, "cpu": 0.95, "disk": 2.0},
     ):
         settings = {"case": {"batch": 2, "frames": 2, "ragged": True}, "dtype": "bfloat16", "shares": shares}
         (placed,) = run_on_ranks(1, "transformer_ranks:compare_placed", name=name, folder=str(tmp_path), **settings)

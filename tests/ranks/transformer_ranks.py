@@ -308,9 +308,10 @@ def mapped_lines(folder: str) -> list[str]:
 def compare_placed(
     rank: int, world_size: int, name: str, folder: str, case: dict[str, Any], dtype: str, shares: dict[str, float]
 ) -> dict[str, Any]:
-    """Places a model by limits that are `shares` of its weights: bit-equality with one rank, and what lies where."""
+    """Places a model by limits that are `shares` of its bytes: bit-equality with one rank, and what lies where."""
     whole, devices = load(name, folder, dtype).model, ("cpu:0", "cpu:1")
-    limits = {home: int(share * parameter_bytes(whole)) for home, share in shares.items()}
+    size = parameter_bytes(whole) + sum(buffer.nbytes for buffer in whole.buffers())
+    limits = {home: int(share * size) for home, share in shares.items()}
     placed = place_transformer(Path(folder), family_of(name), getattr(torch, dtype), devices, limits)
     outputs = [model(**make_inputs(name, whole, case, dtype))[0] for model in (whole, placed.model)]
     return {"equal": torch.equal(*outputs), "homes": sorted(placed.plan.bytes_per_device)}
