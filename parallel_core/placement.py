@@ -25,11 +25,13 @@ from .text_spec import PLACEMENTS
 
 @dataclass(frozen=True, kw_only=True)
 class Component:
-    """A model to place, with or without weights. `no_split` are names of module classes that stay on one device."""
+    """A model to place, with or without weights. `no_split` are names of module classes that stay on one device,
+    `together` those of modules and tensors that lie on the same one."""
 
     name: str
     module: nn.Module
     no_split: tuple[str, ...] = ()
+    together: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -118,7 +120,8 @@ def plan_placement(
 
 
 def _units(component: Component) -> list[Unit]:
-    """The component's modules in registration order, as deep as they may be split; tied modules become one unit."""
+    """The component's modules in registration order, as deep as they may be split; what must lie together becomes
+    one unit."""
     sizes: dict[str, int] = compute_module_sizes(component.module)
     units = [
         Unit(
@@ -130,8 +133,8 @@ def _units(component: Component) -> list[Unit]:
         for name, module in _split("", component.module, component.no_split)
     ]
     for tied in find_tied_parameters(component.module):
-        units = _merge_tied(units, tied)
-    return units
+        units = _merge(units, tied)
+    return _merge(units, component.together) if component.together else units
 
 
 def _split(name: str, module: nn.Module, no_split: Sequence[str]) -> Iterable[tuple[str, nn.Module | Tensor]]:
@@ -147,10 +150,10 @@ def _split(name: str, module: nn.Module, no_split: Sequence[str]) -> Iterable[tu
         yield from _split(prefix + child_name, child, no_split)
 
 
-def _merge_tied(units: list[Unit], tied: Sequence[str]) -> list[Unit]:
-    """`units` with those that hold one of the `tied` parameters joined, at the place of the first."""
+def _merge(units: list[Unit], names: Sequence[str]) -> list[Unit]:
+    """`units` with those that hold one of the named modules or parameters joined, at the place of the first."""
     together = [
-        unit for unit in units if any(f"{name}.".startswith(f"{module}.") for module in unit.modules for name in tied)
+        unit for unit in units if any(f"{name}.".startswith(f"{module}.") for module in unit.modules for name in names)
     ]
     first = together[0]
     joined = Unit(

@@ -14,13 +14,14 @@ import torch
 from accelerate import init_empty_weights
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._pytree import tree_map_only
 from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
 
-from parallel_core import upstream
 from parallel_core.families.base import resolve_class
 from parallel_core.max_memory import DISK, HOST
-from parallel_core.placement import Component, plan_placement
-from parallel_core.worker.placed import Places, attach, whole_classes
+from parallel_core.placement import plan_placement
+from parallel_core.worker.placed import Places, attach
+from parallel_core.worker.placed_transformer import transformer_component
 from tests.tiny_models import TINY_MODELS, Case, family_of
 
 TWO = ("pretend:0", "pretend:1")
@@ -36,14 +37,17 @@ LAYOUTS: dict[str, Callable[[int, int], str]] = {
     "all on the host": lambda index, count: HOST,
     "devices, host and files in turns": lambda index, count: (*TWO, HOST, DISK)[index % 4],
 }
-"""(number of a part, number of parts) -> where it lies."""
+"""(number of a unit, number of units) -> where it lies."""
+
+
+CASES = {"plain": Case(batch=2), "several images, masked": Case(batch=2, frames=3, ragged=True)}
 
 
 class PretendPlaces(Places):
     """Places whose devices torch knows by the same names."""
 
-    def torch_device(self, name: str) -> torch.device:
-        return torch.device(self.computes_on(name))
+    def known_as(self, device: str) -> torch.device:
+        return torch.device(device)
 
 
 def empty_model(name: str) -> nn.Module:
@@ -53,11 +57,10 @@ def empty_model(name: str) -> nn.Module:
     return model
 
 
-def parts_of(model: nn.Module) -> list[str]:
-    """The parts that the planner places, in its order."""
-    whole = whole_classes(model, upstream.blocks_kept_whole(model))
-    plan = plan_placement([Component(name="model", module=model, no_split=whole)], {TWO[0]: 1 << 40}, "single")
-    return [name for unit in plan.units for name in unit.modules]
+def units_of(model: nn.Module) -> list[tuple[str, ...]]:
+    """The names of what the planner places as one, in its order."""
+    plan = plan_placement([transformer_component(model)], {TWO[0]: 1 << 40}, "single")
+    return [unit.modules for unit in plan.units]
 
 
 def _fill(model: nn.Module, places: Places, mode: FakeTensorMode) -> Mapping[str, Tensor]:
@@ -80,27 +83,40 @@ def _on_first(tensor: Tensor) -> Tensor:
     return torch.empty(tensor.shape, dtype=tensor.dtype, device=TWO[0])
 
 
-def run(name: str, layout: Callable[[int, int], str]) -> str:
+def run(name: str, layout: Callable[[int, int], str], case: Case) -> str:
     """ "ok", or what went wrong. Inputs come on the first device, as a rank's do."""
     model, family = empty_model(name), family_of(name)
-    parts = parts_of(model)
-    homes = {part: layout(index, len(parts)) for index, part in enumerate(parts)}
-    places = PretendPlaces(homes=homes, devices=TWO, guests=TWO[1])
-    inputs = TINY_MODELS[name].inputs(Case(batch=2), TINY_MODELS[name].config)
+    units = units_of(model)
+    homes = {name: layout(index, len(units)) for index, unit in enumerate(units) for name in unit}
+    beside = homes[units[0][0]]
+    places = PretendPlaces(homes=homes, devices=TWO, root=beside if beside in TWO else TWO[1], guests=TWO[1])
+    inputs = TINY_MODELS[name].inputs(case, TINY_MODELS[name].config)
     with FakeTensorMode(allow_non_fake_inputs=True) as mode, torch.no_grad():
         outside = _fill(model, places, mode)
         if family.on_loaded is not None:
             family.on_loaded(model)
         attach(model, places, outside)
-        on_first = {key: _on_first(value) if isinstance(value, Tensor) else value for key, value in inputs.items()}
         try:
-            output = family.finish(model(**on_first))
+            output = family.finish(model(**tree_map_only(Tensor, _on_first, inputs)))
         except Exception as error:
             return f"{type(error).__name__}: {error}"
     wrong = [key for key, value in model.named_parameters() if value.is_meta != (places.home(key) in (HOST, DISK))]
     return f"{wrong} stayed or left" if wrong else "ok" if output.device.type == "pretend" else f"{output.device}"
 
 
+def _literal(data: object, *, dtype: torch.dtype | None = None, device: object = None) -> Tensor:
+    """For `torch.tensor` and `torch.as_tensor`, which would really move the data that it has."""
+    like = torch.asarray(data, dtype=dtype)
+    return torch.empty(like.shape, dtype=like.dtype, device=device)
+
+
 if __name__ == "__main__":
+    torch.tensor = torch.as_tensor = _literal
+    torch.unique = torch.flatten  # how many distinct times there are depends on data: as many as can be
     _setup_privateuseone_for_python_backend("pretend")
-    sys.stdout.write(json.dumps({label: run(sys.argv[1], layout) for label, layout in LAYOUTS.items()}))
+    results = {
+        f"{label}, {kind}": run(sys.argv[1], layout, case)
+        for label, layout in LAYOUTS.items()
+        for kind, case in CASES.items()
+    }
+    sys.stdout.write(json.dumps(results))

@@ -27,6 +27,11 @@ class PlacedTransformerSpec(TransformerSpec):
     capacities: tuple[int, ...]
 
     @property
+    def weights(self) -> str:
+        """As the key: they are not divided, and nothing else is made of them."""
+        return self.key
+
+    @property
     def group(self) -> GroupKey:
         """One process that sees all devices."""
         return GroupKey(devices=self.devices, kind="placement")

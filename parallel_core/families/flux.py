@@ -218,10 +218,9 @@ def _embed_times_as_comfyui(model: torch.nn.Module) -> None:
     def forward(*args: torch.Tensor) -> torch.Tensor:
         pooled, timestep, guidance = args[-1], times["timestep"], times["guidance"]
         assert timestep is not None
-        # `pooled` lies where this module does; what the model itself was called with may lie on another device
-        embedding = embed.timestep_embedder(embed.time_proj(timestep * 1000).to(pooled))
+        embedding = embed.timestep_embedder(embed.time_proj(timestep * 1000).to(pooled.dtype))
         if guidance is not None:
-            embedding = embedding + embed.guidance_embedder(embed.time_proj(guidance * 1000).to(pooled))
+            embedding = embedding + embed.guidance_embedder(embed.time_proj(guidance * 1000).to(pooled.dtype))
         result: torch.Tensor = embedding + embed.text_embedder(pooled)
         return result
 

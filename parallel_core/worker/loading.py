@@ -97,12 +97,6 @@ def load_transformer(
     return LoadedTransformer(model=model, shards=shards, bytes_read=reader.bytes_read)
 
 
-def _to_device(model: nn.Module, device: torch.device) -> None:
-    """The buffers that the constructor computed; the weights are there."""
-    for buffer in model.buffers():
-        buffer.data = buffer.data.to(device)
-
-
 def empty_transformer(folder: Path, family: Family) -> tuple[Checkpoint, nn.Module]:
     """What is in `folder`, and its transformer on the meta device but for buffers that the constructor computes.
 
@@ -116,9 +110,15 @@ def empty_transformer(folder: Path, family: Family) -> tuple[Checkpoint, nn.Modu
     return checkpoint, model
 
 
-def dtype_of(name: str, family: Family, dtype: torch.dtype) -> torch.dtype:
-    """What a weight is held in when the model computes in `dtype`: some stay in float32."""
+def held_dtype(family: Family, name: str, dtype: torch.dtype) -> torch.dtype:
+    """The dtype in which the weight of that name is held when the model runs in `dtype`."""
     return torch.promote_types(dtype, torch.float32) if family.is_fp32(name) else dtype
+
+
+def _to_device(model: nn.Module, device: torch.device) -> None:
+    """The buffers that the constructor computed; the weights are there."""
+    for buffer in model.buffers():
+        buffer.data = buffer.data.to(device)
 
 
 class _Reader:
@@ -141,7 +141,7 @@ class _Reader:
             return None
         self.bytes_read += part.nbytes
         # a copy even where dtype and device already fit: the file's memory map must not live on in the model
-        return part.to(self._device, dtype_of(name, self._family, self._dtype), copy=True).contiguous()
+        return part.to(self._device, held_dtype(self._family, name, self._dtype), copy=True).contiguous()
 
     def _cut(self, source: Slice, spec: ShardSpec | None) -> Tensor | None:
         mesh = self._part.shared_over
@@ -154,11 +154,8 @@ class _Reader:
         """A meta tensor of the shape and dtype that this tensor rank has of `whole`, before it is shared out."""
         spec = self._shards.get(name)
         sliced = whole if spec is None else spec.take(whole, self._part.tensor_rank, self._part.tensor_degree)
-        return (
-            None
-            if sliced is None
-            else torch.empty(sliced.shape, dtype=dtype_of(name, self._family, self._dtype), device="meta")
-        )
+        dtype = held_dtype(self._family, name, self._dtype)
+        return None if sliced is None else torch.empty(sliced.shape, dtype=dtype, device="meta")
 
 
 def _share(model: nn.Module, reader: _Reader, part: Part) -> Callable[[nn.Module, str, Tensor | None], None]:

@@ -27,27 +27,27 @@ def accelerate_device(device: str, devices: Sequence[str]) -> str | int:
     return devices.index(device) if device.startswith("cuda:") else HOST
 
 
-def whole_classes(model: nn.Module, blocks: Iterable[str]) -> tuple[str, ...]:
-    """Names of the module classes that a placement may not split: `blocks`, and whatever is called beside them.
+def beside_blocks(model: nn.Module, blocks: Sequence[str]) -> dict[str, str]:
+    """Name -> class name of all that a placement puts beside the blocks (modules of the classes `blocks`).
 
-    What computes between the blocks (embedders, the last norm) is small and joins tensors inside; only the containers
-    that hold blocks, and lists, which are never called themselves, can be taken apart.
+    These are the outermost modules that hold no block, each called as a whole (embedders, the last norm), and tensors
+    of the model itself, whose class name is empty. They are small, and the model's own code joins what comes out of
+    them: so they lie together.
     """
-    blocks = tuple(blocks)
-    found = dict.fromkeys(blocks)
+    found: dict[str, str] = {}
 
-    def visit(module: nn.Module) -> None:
-        for child in module.children():
-            holds_blocks = any(type(inner).__name__ in blocks for inner in child.modules())
-            if type(child).__name__ in blocks:
-                continue
-            if holds_blocks or isinstance(child, nn.ModuleList | nn.ModuleDict):
-                visit(child)
+    def visit(prefix: str, module: nn.Module) -> None:
+        for name, _ in [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]:
+            found[prefix + name] = ""
+        for name, child in module.named_children():
+            if any(type(inner).__name__ in blocks for inner in child.modules()) or isinstance(child, nn.ModuleList):
+                if type(child).__name__ not in blocks:  # a list is never called itself
+                    visit(f"{prefix}{name}.", child)
             else:
-                found[type(child).__name__] = None
+                found[prefix + name] = type(child).__name__
 
-    visit(model)
-    return tuple(found)
+    visit("", model)
+    return found
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,20 +58,25 @@ class Places:
     """A device of `devices`, "cpu" or "disk" by the names of the parts: modules, or tensors of the model itself."""
     devices: Sequence[str]
     """The group's names; this process sees them in the same order."""
+    root: str
+    """The device where the model's own code computes: its arguments come there first."""
     guests: str
     """The device where parts compute that lie on none."""
 
     @staticmethod
-    def of(plan: PlacementPlan, devices: Sequence[str], budgets: Mapping[str, int]) -> Places:
-        """The places of a plan's one component; `budgets` as the plan was made with.
+    def of(plan: PlacementPlan, devices: Sequence[str], budgets: Mapping[str, int], beside: str) -> Places:
+        """The places of a plan's one component; `budgets` as the plan was made with, `beside` one of its parts that is
+        no block.
 
         Guests compute where the last part on a device does: their neighbours. The planner keeps room on each device
         for the largest guest.
         """
-        homes = {name: home for unit, home in zip(plan.units, plan.devices, strict=True) for name in unit.modules}
-        used = [home for unit, home in zip(plan.units, plan.devices, strict=True) if home in devices and unit.num_bytes]
+        placed = list(zip(plan.units, plan.devices, strict=True))
+        homes = {name: home for unit, home in placed for name in unit.modules}
+        used = [home for unit, home in placed if home in devices and unit.num_bytes]
         guests = used[-1] if used else max(devices, key=lambda device: budgets[device])
-        return Places(homes=homes, devices=devices, guests=guests)
+        root = homes[beside] if homes[beside] in devices else guests
+        return Places(homes=homes, devices=devices, root=root, guests=guests)
 
     def home(self, name: str) -> str:
         """Where the tensor of this name lies."""
@@ -86,16 +91,23 @@ class Places:
 
     def torch_device(self, name: str) -> torch.device:
         """The same, as this process knows it."""
-        device = accelerate_device(self.computes_on(name), self.devices)
-        return torch.device(device if isinstance(device, str) else f"cuda:{device}")
+        return self.known_as(self.computes_on(name))
+
+    def known_as(self, device: str) -> torch.device:
+        """A device of the group, as this process knows it."""
+        known = accelerate_device(device, self.devices)
+        return torch.device(known if isinstance(known, str) else f"cuda:{known}")
 
 
 def attach(model: nn.Module, places: Places, outside: Mapping[str, Tensor]) -> None:
     """Makes `model` run: its parts lie as `places` says, parameters that are on meta are taken from `outside`.
 
-    The output lies on the last part's device. The hooks stay for as long as the model lives.
+    Arguments come to the root's device before any other hook of the model sees them, so that what a family remembers
+    of a call is there too. The hooks stay for as long as the model lives.
     """
     modules = dict(model.named_modules())
+    root = _arguments_to(places.known_as(places.root))
+    model.register_forward_pre_hook(root, prepend=True, with_kwargs=True)
     for name in places.homes:
         # A part without tensors computes where its arguments are; a tensor of the model itself has none.
         if name in modules and any(True for _ in _tensors(modules[name])):

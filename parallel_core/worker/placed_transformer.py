@@ -10,11 +10,9 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from accelerate.utils import OffloadedWeightsLoader, set_module_tensor_to_device
-from safetensors import safe_open
 from torch import Tensor, nn
 
 from .. import upstream
@@ -26,8 +24,8 @@ from ..placement import Component, PlacementPlan, plan_placement
 from ..plan import RunMode
 from ..protocol import CheckMode, Forward, PlaceTransformer, Request
 from .budgets import apply_limits, free_budgets
-from .loading import dtype_of, empty_transformer
-from .placed import Places, attach, bytes_by_device, whole_classes
+from .loading import Slice, empty_transformer, from_files, held_dtype
+from .placed import Places, attach, beside_blocks, bytes_by_device
 from .store import StoredModel
 from .transformer import check_mode, run_batches
 from .worker import Handler, Inputs, Result, Worker, torch_dtype
@@ -53,15 +51,13 @@ def place_transformer(
     """
     checkpoint, model = empty_transformer(folder, family)
     for name, parameter in model.named_parameters():  # on meta still: the planner counts what will lie there
-        parameter.data = parameter.data.to(dtype_of(name, family, dtype))
-    component = Component(
-        name="transformer", module=model, no_split=whole_classes(model, upstream.blocks_kept_whole(model))
-    )
+        parameter.data = parameter.data.to(held_dtype(family, name, dtype))
+    component = transformer_component(model)
     budgets = apply_limits(free_budgets(devices, limits, WEIGHTS_SHARE), limits)
     unlimited = free_budgets(devices, {name: size for name, size in limits.items() if name == DISK}, WEIGHTS_SHARE)
     plan = plan_placement([component], budgets, "balanced", free=unlimited)
-    places = Places.of(plan, devices, budgets)
-    outside = _read_weights(model, checkpoint, places, lambda name: dtype_of(name, family, dtype))
+    places = Places.of(plan, devices, budgets, component.together[0])
+    outside = _read_weights(model, checkpoint, places, lambda name: held_dtype(family, name, dtype))
     for name, buffer in list(model.named_buffers()):  # those that the constructor computed
         set_module_tensor_to_device(model, name, places.torch_device(name), buffer, clear_cache=False)
     model.requires_grad_(False).eval()
@@ -72,32 +68,37 @@ def place_transformer(
     return PlacedTransformer(model=model, plan=plan, places=places, host_bytes=host_bytes)
 
 
+def transformer_component(model: nn.Module) -> Component:
+    """What the planner may take apart: the blocks of one another, and from all that stands beside them."""
+    blocks = upstream.blocks_kept_whole(model)
+    beside = beside_blocks(model, blocks)
+    whole = dict.fromkeys([*blocks, *filter(None, beside.values())])
+    return Component(name="transformer", module=model, no_split=tuple(whole), together=tuple(beside))
+
+
 def _read_weights(
-    model: nn.Module, checkpoint: Checkpoint, places: Places, dtypes: Callable[[str], torch.dtype]
-) -> Any:
+    model: nn.Module, checkpoint: Checkpoint, places: Places, dtype_of: Callable[[str], torch.dtype]
+) -> OffloadedWeightsLoader:
     """Fills what lies on a device. Returns the rest: tensors in host memory, or read from the files when asked for."""
     buffers = {name for name, _ in model.named_buffers()}
     host: dict[str, Tensor] = {}
     files: dict[str, dict[str, str]] = {}
-    for file in checkpoint.files:
-        with safe_open(file, framework="pt") as source:
-            for name in [info.name for info in checkpoint.tensors.values() if info.file == file]:
-                home, dtype = places.home(name), dtypes(name)
-                if name in buffers or home not in (HOST, DISK):
-                    value = _read(source, name, places.torch_device(name), dtype)
-                    set_module_tensor_to_device(model, name, value.device, value, dtype=dtype, clear_cache=False)
-                elif home == HOST:
-                    host[name] = _read(source, name, torch.device("cpu"), dtype)
-                else:
-                    entry = {"safetensors_file": str(file), "weight_name": name}
-                    files[name] = entry | {"dtype": str(dtype).removeprefix("torch.")}
+    for name, source in from_files(checkpoint):
+        home, dtype = places.home(name), dtype_of(name)
+        if name in buffers or home not in (HOST, DISK):
+            value = _read(source, places.torch_device(name), dtype)
+            set_module_tensor_to_device(model, name, value.device, value, dtype=dtype, clear_cache=False)
+        elif home == HOST:
+            host[name] = _read(source, torch.device("cpu"), dtype)
+        else:
+            file = str(checkpoint.tensors[name].file)
+            files[name] = {"safetensors_file": file, "weight_name": name, "dtype": str(dtype).removeprefix("torch.")}
     return OffloadedWeightsLoader(state_dict=host, index=files)
 
 
-def _read(source: Any, name: str, device: torch.device, dtype: torch.dtype) -> Tensor:
+def _read(source: Slice, device: torch.device, dtype: torch.dtype) -> Tensor:
     # a copy even where dtype and device already fit: the file's memory map must not live on in the model
-    tensor: Tensor = source.get_tensor(name).to(device, dtype, copy=True)
-    return tensor.contiguous()
+    return source[:].to(device, dtype, copy=True).contiguous()
 
 
 class _Backend:

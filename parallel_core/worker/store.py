@@ -62,7 +62,7 @@ class ModelStore:
         """The model, resident: brought back from host memory when it was parked. KeyError when it was never loaded."""
         model = self._models[key]
         if not model.resident:
-            _move(model.module, lambda name: model.homes.get(name, model.device))
+            _move(model.module, model.device, model.homes)
             model.resident = True
         return model
 
@@ -72,7 +72,7 @@ class ModelStore:
         if model is not None and not model.movable:
             self.release(key)
         elif model is not None and model.resident:
-            _move(model.module, lambda name: torch.device("cpu"))
+            _move(model.module, torch.device("cpu"))
             model.resident = False
             give_memory_back()
 
@@ -116,10 +116,13 @@ def _local_tensors(module: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]
             yield name, own_part(tensor)
 
 
-def _move(module: torch.nn.Module, place: Callable[[str], torch.device]) -> None:
-    """Moves local weights in place: parameters stay the same objects, so hooks and sharding stay valid."""
-    if is_shared(module):  # FSDP2 notes where its parts are
-        module.to(place(""))
+def _move(module: torch.nn.Module, device: torch.device, homes: Mapping[str, torch.device] | None = None) -> None:
+    """Moves local weights in place, to `device` but for those that have another home.
+
+    Parameters stay the same objects, so hooks and sharding stay valid.
+    """
+    if is_shared(module):
+        module.to(device)
         return
     for name, tensor in _local_tensors(module):
-        tensor.data = tensor.data.to(place(name))
+        tensor.data = tensor.data.to((homes or {}).get(name, device))

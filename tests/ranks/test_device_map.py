@@ -26,6 +26,7 @@ from tests.ranks.engines import make_engine
 from tests.ranks.gloo import run_on_ranks
 from tests.ranks.remote_flux import CONFIG, TWO, call, holds, ledger, number_of_loads, remote
 from tests.tiny_flux import build_transformer, write_transformer
+from tests.tiny_models import TINY_MODELS
 from tests.tiny_text import write_text
 
 CALLS = [call(1, text=7), call(2, text=3, seed=1)]
@@ -139,6 +140,21 @@ def test_an_attention_backend_is_applied(engine: Engine, tiny_flux: Path) -> Non
     model.plan = replace(model.plan, attention_backend="auto")
     assert number_of_loads(engine, model) == number_of_loads(engine, placed_remote(engine, tiny_flux))
     assert any(not torch.equal(math, native) for math, native in zip(outputs, run(model), strict=True))
+
+
+@pytest.mark.parametrize("name", TINY_MODELS)
+def test_every_family_equals_one_rank(name: str, tmp_path: Path) -> None:
+    """In 16 bits, with the weights that a family keeps in float32, on two devices, on the host and in the files."""
+    run_on_ranks(1, "transformer_ranks:write_models", name=name, models={str(tmp_path): {}})
+    for shares in (
+        {"cpu:0": 2.0, "cpu:1": 2.0},
+        {"cpu:0": 0.95, "cpu:1": 0.0, "cpu": 0.0, "disk": 2.0},
+        {"cpu:0": 0.0, "cpu:1": 0.0, "cpu": 0.95, "disk": 2.0},
+    ):
+        settings = {"case": {"batch": 2, "frames": 2, "ragged": True}, "dtype": "bfloat16", "shares": shares}
+        (placed,) = run_on_ranks(1, "transformer_ranks:compare_placed", name=name, folder=str(tmp_path), **settings)
+        assert placed["equal"]
+        assert len(placed["homes"]) == 2 and ("disk" in placed["homes"]) == ("disk" in shares)
 
 
 # ----- refused -----

@@ -314,6 +314,19 @@ def mapped_lines(folder: str) -> list[str]:
 
 
 @torch.inference_mode()
+def compare_placed(
+    rank: int, world_size: int, name: str, folder: str, case: dict[str, Any], dtype: str, shares: dict[str, float]
+) -> dict[str, Any]:
+    """Places a model by limits that are `shares` of its bytes: bit-equality with one rank, and what lies where."""
+    whole, devices = load(name, folder, dtype).model, ("cpu:0", "cpu:1")
+    size = parameter_bytes(whole) + sum(buffer.nbytes for buffer in whole.buffers())
+    limits = {home: int(share * size) for home, share in shares.items()}
+    placed = place_transformer(Path(folder), family_of(name), getattr(torch, dtype), devices, limits)
+    outputs = [model(**make_inputs(name, whole, case, dtype))[0] for model in (whole, placed.model)]
+    return {"equal": torch.equal(*outputs), "homes": sorted(placed.plan.bytes_per_device)}
+
+
+@torch.inference_mode()
 def place(rank: int, world_size: int, folder: str, dtype: str, limits: dict[str, int]) -> dict[str, Any]:
     """Places a Flux over two "devices" and evaluates it: what it holds and what both need at most."""
     devices = ("cpu:0", "cpu:1")

@@ -14,10 +14,11 @@ from torch import Tensor, nn
 from parallel_core import upstream
 from parallel_core.errors import UserError
 from parallel_core.max_memory import DISK, HOST
-from parallel_core.placement import Component, plan_placement
+from parallel_core.placement import plan_placement
 from parallel_core.worker.budgets import free_budgets
-from parallel_core.worker.placed import Places, attach, bytes_by_device, whole_classes
-from tests.pretend_devices import LAYOUTS, empty_model, parts_of
+from parallel_core.worker.placed import Places, attach, bytes_by_device
+from parallel_core.worker.placed_transformer import transformer_component
+from tests.pretend_devices import CASES, LAYOUTS, empty_model, units_of
 from tests.tiny_models import TINY_MODELS
 
 TWO = ("cuda:5", "cuda:3")  # the controller's names: this process sees them as 0 and 1
@@ -30,7 +31,9 @@ def test_every_cut_runs(name: str) -> None:
     command = [sys.executable, "-m", "tests.pretend_devices", name]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=200)
     assert done.returncode == 0, done.stderr
-    assert json.loads(done.stdout.splitlines()[-1]) == dict.fromkeys(LAYOUTS, "ok")
+    results = json.loads(done.stdout.splitlines()[-1])
+    assert len(results) == len(LAYOUTS) * len(CASES)
+    assert results == dict.fromkeys(results, "ok")
 
 
 class Part(nn.Module):
@@ -61,36 +64,24 @@ def test_a_parts_gpu_becomes_the_current_one(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: current.append(str(device)))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     model = TwoParts()
-    attach(model, Places(homes={"first": TWO[1], "second": TWO[0]}, devices=TWO, guests=TWO[0]), {})
+    attach(model, Places(homes={"first": TWO[1], "second": TWO[0]}, devices=TWO, root=TWO[0], guests=TWO[0]), {})
     model()
-    assert current == ["cuda:1", "cuda:0", "0"]
+    assert current == ["cuda:0", "cuda:1", "cuda:0", "0"]
+
+
+def test_flux_is_placed_in_these_units() -> None:
+    """All that stands beside the blocks is one of them; the blocks are one each."""
+    beside = ("pos_embed", "time_text_embed", "context_embedder", "x_embedder", "norm_out", "proj_out")
+    blocks = [(f"{kind}_blocks.{index}",) for kind in ("transformer", "single_transformer") for index in range(2)]
+    assert units_of(empty_model("flux")) == [beside, *blocks]
 
 
 @pytest.mark.parametrize("name", TINY_MODELS)
-def test_blocks_and_what_stands_beside_them_stay_whole(name: str) -> None:
-    """Every part is a module that is called as a whole, or a tensor of the model itself."""
+def test_every_weight_belongs_to_a_block_or_lies_beside_them(name: str) -> None:
     model = empty_model(name)
-    modules = dict(model.named_modules())
-    blocks = upstream.blocks_kept_whole(model)
-    for part in parts_of(model):
-        parents = [modules[part.rsplit(".", n + 1)[0]] for n in range(part.count("."))]
-        assert not any(type(parent).__name__ in blocks for parent in parents)
-        assert all(isinstance(parent, nn.ModuleList) for parent in parents), part
-
-
-def test_flux_is_placed_in_these_parts() -> None:
-    assert parts_of(empty_model("flux")) == [
-        "pos_embed",
-        "time_text_embed",
-        "context_embedder",
-        "x_embedder",
-        "transformer_blocks.0",
-        "transformer_blocks.1",
-        "single_transformer_blocks.0",
-        "single_transformer_blocks.1",
-        "norm_out",
-        "proj_out",
-    ]
+    beside, *blocks = units_of(model)
+    assert all(len(unit) == 1 for unit in blocks) and len(blocks) >= 2
+    assert not any(part.startswith(f"{block}.") for (block,) in blocks for part in beside)
 
 
 def test_a_class_that_declares_no_blocks_is_refused() -> None:
@@ -115,9 +106,8 @@ def placed_half(second: str) -> tuple[Half, Places]:
     model = Half()
     weights = {f"second.{name}": tensor.data.clone() for name, tensor in model.second.named_parameters()}
     model.second.to("meta")
-    places = Places(
-        homes={"scale": "cpu:0", "first": "cpu:1", "second": second}, devices=("cpu:0", "cpu:1"), guests="cpu:1"
-    )
+    homes = {"scale": "cpu:0", "first": "cpu:1", "second": second}
+    places = Places(homes=homes, devices=("cpu:0", "cpu:1"), root="cpu:0", guests="cpu:1")
     attach(model, places, weights)
     return model, places
 
@@ -139,17 +129,16 @@ def test_bytes_are_counted_where_they_lie() -> None:
 
 
 def test_guests_compute_where_their_neighbours_do() -> None:
-    model = empty_model("flux")
-    whole = whole_classes(model, upstream.blocks_kept_whole(model))
-    component = Component(name="model", module=model, no_split=whole)
-    budgets = {TWO[0]: 1_200_000, TWO[1]: 700_000, HOST: 1 << 30}
-    plan = plan_placement([component], budgets, "balanced")
-    places = Places.of(plan, TWO, budgets)
-    assert set(places.homes.values()) == {*TWO, HOST}
-    assert places.computes_on("proj_out.weight") == TWO[1] and places.home("proj_out.weight") == HOST
-    budgets = {TWO[0]: 0, TWO[1]: 10_000, HOST: 1 << 30}
-    plan = plan_placement([component], budgets, "balanced")
-    assert Places.of(plan, TWO, budgets).computes_on("proj_out.weight") == TWO[1], "none lies on a device"
+    component = transformer_component(empty_model("flux"))
+    last = "single_transformer_blocks.1.proj_mlp.weight"
+    for sizes, home, root in (
+        ((1_200_000, 700_000), HOST, TWO[0]),
+        ((0, 4_000_000), TWO[1], TWO[1]),
+        ((0, 10_000), HOST, TWO[1]),
+    ):
+        budgets = {**dict(zip(TWO, sizes, strict=True)), HOST: 1 << 30}
+        places = Places.of(plan_placement([component], budgets, "balanced"), TWO, budgets, "x_embedder")
+        assert (places.home(last), places.computes_on(last), places.root) == (home, TWO[1], root)
 
 
 def test_without_a_limit_a_quarter_of_a_gpu_is_left_for_the_picture(monkeypatch: pytest.MonkeyPatch) -> None:
