@@ -36,11 +36,6 @@ class PlacedTransformerSpec(TransformerSpec):
         """One process that sees all devices."""
         return GroupKey(devices=self.devices, kind="placement")
 
-    @property
-    def weights(self) -> str:
-        """As the key: a placement is not made of another one."""
-        return self.key
-
     def load_request(self) -> Request:
         """See `protocol.PlaceTransformer`."""
         return PlaceTransformer(
