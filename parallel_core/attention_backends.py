@@ -77,10 +77,13 @@ def check_backend(name: str, *, device: str, ring: int, ulysses: int) -> None:
     if backend.name in fitting:
         return
     if on_cpu and not backend.on_cpu:
-        reason = "needs a GPU, and these are CPU ranks"
-    else:
-        reason = f"cannot share one row's tokens out over ranks (ring {ring}, ulysses {ulysses})"
-    raise UserError(f"attention_backend {name!r} {reason}. What works here: {_or(fitting)}.")
+        raise UserError(
+            f"attention_backend {name!r} needs a GPU, and these are CPU ranks. What works here: {_or(fitting)}."
+        )
+    raise UserError(
+        f"attention_backend {name!r} cannot share one row's tokens out over ranks (ring {ring}, ulysses {ulysses}). "
+        f"What works here: {_or(fitting)}."
+    )
 
 
 def check_masks(name: str) -> None:

@@ -41,8 +41,8 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize(("model", "mode"), _marked())
 def test_ranks_compute_what_one_rank_computes(folders: dict[str, str], model: str, mode: str, dtype: str) -> None:
-    """float32: 1e-6. bfloat16: the same bits where only tokens and heads move; else as near as two results are that
-    both have one rank's rounding, each its own."""
+    """float32: 1e-6. bfloat16: the same bits where only tokens and heads move; else no farther from one rank than one
+    rank is from float32, over all inputs together: over a single small one chance decides."""
     if reason := refusal(MODELS[model], mode):
         assert "nearest degree that works" in reason
         return
@@ -65,8 +65,9 @@ def test_ranks_compute_what_one_rank_computes(folders: dict[str, str], model: st
                 assert error <= 1e-6, where
             elif keeps_bits:
                 assert is_equal, where
-            else:
-                assert error <= math.sqrt(2) * rounding, where
+        if dtype == "bfloat16":
+            errors, _, roundings = zip(*results, strict=True)
+            assert math.hypot(*errors) <= math.hypot(*roundings), f"{model}, {mode}, rank {rank}"
 
 
 @pytest.mark.parametrize(("model", "mode"), _marked(exchanging=True))

@@ -79,7 +79,7 @@ def load_ranked(
 def load_placed(name: str, folder: str, dtype: str, size: int) -> Forward:
     """A model of `size` bytes, for lack of room on its "devices" in part in the host's memory or the files."""
     for percent in range(65, 30, -5):
-        limits = {"cpu:0": size * percent // 100, "cpu:1": size * percent // 100, "cpu": size // 5, "disk": size}
+        limits = {"cpu:0": size * percent // 100, "cpu:1": size * percent // 100, "cpu": size // 5, "disk": 2 * size}
         placed = place_transformer(Path(folder), family_of(name), getattr(torch, dtype), ("cpu:0", "cpu:1"), limits)
         if {"cpu", "disk"} & set(placed.plan.devices):
             return lambda inputs, model=placed.model: model(**inputs)[0]  # type: ignore[misc]
