@@ -5,6 +5,7 @@ from __future__ import annotations
 from comfy_api.latest import ComfyExtension, io
 
 from . import routes
+from .batch_conditioning import BatchConditioning
 from .distributed_sampler import DistributedSampler
 from .encode import EncodeOnDeviceMap
 from .load_transformer import LoadParallelTransformer
@@ -24,6 +25,7 @@ class ParallelDiffusionExtension(ComfyExtension):
             ParallelConfig,
             LoadParallelTransformer,
             EncodeOnDeviceMap,
+            BatchConditioning,
             DistributedSampler,
             LoadParallelVAE,
             VAEDecodeParallel,

@@ -148,7 +148,7 @@ class LoadParallelTransformer(io.ComfyNode):
                 io.Combo.Input(
                     "model_name",
                     options=list_models("transformer"),
-                    tooltip="A diffusers folder in models/diffusers (FLUX.1, Qwen-Image and their edit models).",
+                    tooltip="A diffusers folder in models/diffusers (FLUX.1, Qwen-Image and their edit models; Wan).",
                 ),
                 io.Combo.Input(
                     "weight_dtype",

@@ -10,6 +10,7 @@ from typing import Any
 
 from ..parallel_core.errors import UserError
 from ..parallel_core.families.base import GENERIC_CONDITIONING, GENERIC_OPTIONS, Config, Family, refuse_unknown
+from .prompt_rows import prompt_counts, refuse_batch
 
 _STOCK = "Remove that node, or use ComfyUI's own Load Diffusion Model for this workflow."
 
@@ -26,9 +27,10 @@ def refuse_sampling(
     _refuse_latent(noise_shape, patcher.model.latent_format, family.name)
     _refuse_model_changes(patcher)
     refuse_block_code(options.get("transformer_options", {}), family.name)
-    for entries in conds.values():
-        for cond in entries or ():
-            _refuse_conditioning(cond, family, config)
+    entries = [cond for found in conds.values() for cond in found or ()]
+    for cond in entries:
+        _refuse_conditioning(cond, family, config)
+    _refuse_prompts(prompt_counts(entries), noise_shape[0], options.get("context_handler"))
 
 
 def _refuse_latent(shape: Sequence[int], latent_format: Any, family: str) -> None:
@@ -39,6 +41,17 @@ def _refuse_latent(shape: Sequence[int], latent_format: Any, family: str) -> Non
             f"The latent has shape {list(shape)}; a {family} model expects [batch, {channels}, {frames}height, width]. "
             "It was made by another model family's VAE or empty-latent node."
         )
+
+
+def _refuse_prompts(counts: Sequence[int], num_images: int, windows: Any) -> None:
+    for count in counts:
+        refuse_batch(count, num_images)
+        if count > 1 and getattr(windows, "dim", None) == 0:
+            raise UserError(
+                "Context windows over dimension 0 take the images of the batch for frames of one video, and do not say "
+                "which prompt is whose. Set the node's dim to the dimension of the frames (2), or remove "
+                "One Prompt per Image."
+            )
 
 
 def _refuse_model_changes(patcher: Any) -> None:

@@ -20,6 +20,8 @@ from ..parallel_core.engine.transformer import RemoteTransformer, RunStatistics
 from ..parallel_core.errors import UserError
 from ..parallel_core.families.base import ComfySide, SeamCall, refuse_unknown, resolve_class
 from .cond_batch import WRAPPER_KEY, make_wrapper
+from .prompt_conds import prepare_apart
+from .prompt_rows import reassign
 from .refusals import refuse_block_code, refuse_sampling
 from .remote_patcher import RemotePatcher, bind
 from .rendezvous import submit
@@ -46,6 +48,7 @@ def build_model(remote: RemoteTransformer) -> RemoteModelPatcher:
     dispatch = _Dispatch(remote)
     patcher.add_wrapper_with_key(WrappersMP.CALC_COND_BATCH, WRAPPER_KEY, make_wrapper(dispatch))
     patcher.add_wrapper_with_key(WrappersMP.PREPARE_SAMPLING, WRAPPER_KEY, _Guard(remote))
+    patcher.add_wrapper_with_key(WrappersMP.SAMPLER_SAMPLE, WRAPPER_KEY, prepare_apart)
     return patcher
 
 
@@ -114,6 +117,8 @@ class _Guard:
     ) -> Any:
         remote = self._remote
         refuse_sampling(remote.family, remote.config, patcher, noise_shape, conds, model_options or {})
+        for entries in conds.values():
+            reassign(entries or ())
         remote.statistics = RunStatistics()
         return executor(patcher, noise_shape, conds, *args, model_options=model_options, **rest)
 

@@ -290,7 +290,12 @@ def resolve(plan: ParallelPlan, *, rows: int, heads: int, fits_one_device: bool)
         )
     replicas = largest_divisor(world, lambda degree: degree <= rows and rows % degree == 0)
     chosen = plan.with_degrees(replicas=replicas, ulysses=world // replicas)
-    reason = f"{rows} rows to share out" if replicas > 1 else "one row: its sequence is shared out"
+    if replicas > 1:
+        reason = f"{rows} rows to share out"
+    elif rows > 1:
+        reason = f"{rows} rows do not divide over {world} devices: each row's sequence is shared out"
+    else:
+        reason = "one row: its sequence is shared out"
     return PlanChoice(plan=chosen, reason=reason)
 
 

@@ -183,11 +183,15 @@ def _signature(call: SeamCall, shared: dict[str, str]) -> tuple[object, ...]:
 def share_rows(
     row_counts: Sequence[int], signatures: Sequence[object], replicas: int, rows_at_once: Sequence[int]
 ) -> list[list[Batch]]:
-    """Deals all rows, in order, to `replicas`, and cuts each share into batches.
+    """Deals all rows to `replicas`, and cuts each share into batches.
 
-    `rows_at_once[call]` bounds a batch that holds rows of that call. Returns per replica its batches, possibly none.
+    Rows whose calls have equal signatures come together first, so that they can share batches whatever stands between
+    them. `rows_at_once[call]` bounds a batch that holds rows of that call. Returns per replica its batches, possibly
+    none.
     """
-    rows = [(call, row) for call, count in enumerate(row_counts) for row in range(count)]
+    first_of = {signature: number for number, signature in reversed(list(enumerate(signatures)))}
+    order = sorted(range(len(row_counts)), key=lambda call: first_of[signatures[call]])
+    rows = [(call, row) for call in order for row in range(row_counts[call])]
     base, extra = divmod(len(rows), replicas)
     shares: list[list[Batch]] = []
     start = 0

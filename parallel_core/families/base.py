@@ -32,11 +32,14 @@ GENERIC_OPTIONS = frozenset(
 """transformer_options that ComfyUI's samplers and weight-free code set and read. `patches` and `patches_replace` are
 here because ComfyUI leaves them empty; what they hold is checked apart, since it would run inside the blocks."""
 
+PROMPT_ROW = "parallel_diffusion_row"
+"""The key of a conditioning entry that is the prompt of certain images only (One Prompt per Image)."""
+
 GENERIC_CONDITIONING = frozenset(
     {
         "cross_attn", "model_conds", "uuid", "hooks", "default", "area", "mask", "mask_strength",
         "set_area_to_bounds", "strength", "start_percent", "end_percent", "timestep_start", "timestep_end",
-        "clip_start_percent", "clip_end_percent", "control", "control_apply_to_uncond", "prompt_type",
+        "clip_start_percent", "clip_end_percent", "control", "control_apply_to_uncond", "prompt_type", PROMPT_ROW,
     }
 )  # fmt: skip
 """Conditioning keys that ComfyUI's samplers handle for every model; `control` and `hooks` are checked apart."""

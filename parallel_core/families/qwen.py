@@ -160,7 +160,7 @@ def _follow_comfyui(model: torch.nn.Module) -> None:
 
     def embed_times(timestep: torch.Tensor, hidden_states: torch.Tensor, *unused: None) -> torch.Tensor:
         """`timestep` has one row more for each row of the batch where references are clean, and theirs is zero."""
-        times = given["timestep"]
+        times = given["timestep"].to(hidden_states.device)
         times = torch.nn.functional.pad(times, (0, timestep.shape[0] - times.shape[0]))
         embedding: torch.Tensor = embedder.timestep_embedder(embedder.time_proj(times).to(hidden_states.dtype))
         return embedding

@@ -16,7 +16,7 @@ from ..plan import ParallelPlan
 from .base import ComfySide, Config, Family, SeamCall
 from .common import refuse_uneven
 from .wan_rank import finish, prepare, set_up
-from .wan_shapes import Shapes, expected_shapes, inner_dim, out_channels
+from .wan_shapes import expected_shapes, inner_dim, out_channels
 
 _PATCH = (1, 2, 2)
 
@@ -60,9 +60,8 @@ def _check_plan(config: Config, plan: ParallelPlan) -> None:
     refuse_uneven(sliced, _tensor_units(config), plan.tensor)
 
 
-def _checked_shapes(config: Config) -> Shapes:
-    _config_class(config)  # refuses variants that are not supported
-    return expected_shapes(config)
+def _check_config(config: Config) -> None:
+    _config_class(config)
 
 
 def _segment_lengths(config: Config, call: SeamCall) -> dict[str, int]:
@@ -152,8 +151,9 @@ FAMILY = Family(
     name="wan",
     transformer="diffusers:WanTransformer3DModel",
     defaults=_DEFAULTS,
-    expected_shapes=_checked_shapes,
+    expected_shapes=expected_shapes,
     num_heads=_num_heads,
+    check_config=_check_config,
     check_plan=_check_plan,
     activation_bytes=_activation_bytes,
     comfy=ComfySide(

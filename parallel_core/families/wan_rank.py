@@ -24,7 +24,7 @@ def prepare(rows: Mapping[str, Tensor], shared: Mapping[str, Tensor]) -> dict[st
         "timestep": _token_times(rows["times"].float(), rope.shape[0]),
         "encoder_hidden_states": rows["context"],
         "encoder_hidden_states_image": rows.get("clip_fea"),
-        "attention_kwargs": {"rope": rope},
+        "attention_kwargs": {"rope": rope, "times": rows["times"].float()},
         "return_dict": False,
     }
 
@@ -49,7 +49,7 @@ class _Call:
     """What the model was called with, for those of its parts that diffusers does not hand it to."""
 
     times: Tensor
-    """The distinct times of the whole call, rising."""
+    """The times of all rows, and of all frames where these have their own, rising."""
     rope: Tensor
     """(tokens, half a head, 2): cosines and sines."""
     image_tokens: int | None = None
@@ -60,8 +60,8 @@ class _Call:
         """A forward pre-hook of the model; it comes first, when times and tokens are still whole."""
         image = kwargs["encoder_hidden_states_image"]
         self.image_tokens = None if image is None else image.shape[1]
-        self.times = torch.unique(kwargs["timestep"])
-        self.rope = kwargs["attention_kwargs"]["rope"]
+        given = kwargs["attention_kwargs"]
+        self.times, self.rope = given["times"].flatten().sort().values, given["rope"]
         return args, {**kwargs, "attention_kwargs": None}
 
     def rotation(self, hidden_states: Tensor) -> Rotation:
@@ -101,18 +101,19 @@ def _in_dtype_of_weight(layer: Any) -> Callable[[Tensor], Tensor]:
 def _embed_conditions(embedder: Any, call: _Call) -> Callable[..., tuple[Tensor, Tensor, Tensor, Tensor | None]]:
     """The `forward` of diffusers' WanTimeTextImageEmbedding with ComfyUI's embedding of times.
 
-    Each distinct time is embedded once, from the whole call's times: a video of the 5B model has one per token but only
-    a few distinct ones, and every rank computes the same bits whichever tokens it holds.
+    The times of rows and frames are embedded once, not those of every token that a video of the 5B model has, and
+    every rank computes the same bits whichever tokens it holds.
     """
     channels = embedder.timesteps_proj.num_channels
 
     def forward(
         timestep: Tensor, text: Tensor, image: Tensor | None = None, timestep_seq_len: int | None = None
     ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-        waves = sinusoids(call.times, channels).to(embedder.time_embedder.linear_1.weight.dtype)
+        known = call.times.to(timestep.device)
+        waves = sinusoids(known, channels).to(embedder.time_embedder.linear_1.weight.dtype)
         times = embedder.time_embedder(waves).type_as(text)
         modulation = embedder.time_proj(embedder.act_fn(times))
-        index = torch.searchsorted(call.times, timestep)
+        index = torch.searchsorted(known, timestep)
         if timestep_seq_len is not None:
             index = index.unflatten(0, (-1, timestep_seq_len))
         image = None if image is None else _embed_image(embedder.image_embedder, image)

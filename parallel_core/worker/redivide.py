@@ -42,7 +42,8 @@ def from_ranks(loaded: LoadedTransformer, group: dist.ProcessGroup) -> Weights:
             whole = own.full_tensor() if isinstance(own, DTensor) else own
             spec = loaded.shards.get(name)
             if spec is not None:
-                whole = _join(whole, spec, checkpoint.tensors[name].shape, loaded, group)
+                weight = parameters[name.rpartition(".")[0] + ".weight"]
+                whole = _join(whole, weight, spec, checkpoint.tensors[name].shape, group)
             assert whole is not None, "only a bias of a row-wise linear is not on every rank, and it has a spec"
             yield name, _Whole(whole)
 
@@ -50,12 +51,16 @@ def from_ranks(loaded: LoadedTransformer, group: dist.ProcessGroup) -> Weights:
 
 
 def _join(
-    own: Tensor | None, spec: ShardSpec, shape: tuple[int, ...], loaded: LoadedTransformer, group: dist.ProcessGroup
+    own: Tensor | None, weight: Tensor, spec: ShardSpec, shape: tuple[int, ...], group: dist.ProcessGroup
 ) -> Tensor:
-    """The whole tensor from every tensor rank's slice: the inverse of `ShardSpec.take`."""
+    """The whole tensor, of `shape`, from every tensor rank's slice: the inverse of `ShardSpec.take`.
+
+    `weight`: of the same layer, since the weights of one model can differ in their dtypes.
+    """
     if spec.dim is None:
-        some = next(loaded.model.parameters())
-        whole = some.new_empty(shape) if own is None else own.detach().contiguous().clone()
+        whole = torch.empty(shape, dtype=weight.dtype, device=weight.device)
+        if own is not None:
+            whole.copy_(own)
         dist.broadcast(whole, dist.get_global_rank(group, 0), group=group)
         return whole
     assert own is not None

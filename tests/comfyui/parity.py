@@ -28,6 +28,10 @@ PLANS: dict[str, dict[str, Any]] = {
     "replicas 4": {"devices": "cpu:4", "replicas": 4},
     "tensor 4": {"devices": "cpu:4", "tensor": 4},
     "ulysses 2 x tensor 2": {"devices": "cpu:4", "ulysses": 2, "tensor": 2},
+    "ring 2": {"devices": "cpu:2", "ring": 2},
+    "ring 2 x ulysses 2": {"devices": "cpu:4", "ring": 2, "ulysses": 2},
+    "ulysses 2, shard_weights": {"devices": "cpu:2", "ulysses": 2, "shard_weights": True},
+    "ring 2 in host memory": {"devices": "cpu:2", "ring": 2, "shard_weights": True, "max_memory": "0:1KB,cpu:1GB"},
     "device_map 2": {"devices": "cpu:2", "strategy": "device_map"},
 }
 

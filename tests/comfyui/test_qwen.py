@@ -30,7 +30,7 @@ from tests.comfyui.qwen_workflows import (
     load_ours,
 )
 
-PARITY_PLANS = ("one rank", "replicas 2", "tensor 2")
+PARITY_PLANS = ("one rank", "replicas 2", "tensor 2", "ulysses 2", "ring 2")
 Load = Callable[[Graph, QwenCase], Node]
 
 

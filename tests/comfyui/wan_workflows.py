@@ -109,6 +109,16 @@ def image_to_video(graph: Graph, model: Node, case: WanCase) -> Node:
     return sample(graph, model, case, made[0], made[1], made[2])
 
 
+def image_in_one_prompt(graph: Graph, model: Node, case: WanCase) -> Node:
+    """The positive prompt has the image, the negative has none."""
+    positive, negative = prompts(graph, case)
+    vae = graph.add("TestVideoVAE", channels=16, scale=8)
+    settings: dict[str, Any] = {"vae": vae, "clip_vision_output": _seen(graph, case, 300), **_size(case)}
+    pictures = {"positive": positive, "negative": positive, "start_image": _picture(graph)}
+    made = graph.add("WanImageToVideo", **pictures, **settings)
+    return sample(graph, model, case, made[0], negative, made[2])
+
+
 def no_start_image(graph: Graph, model: Node, case: WanCase) -> Node:
     """ComfyUI fills the concatenated channels with zeros."""
     positive, negative = prompts(graph, case)
@@ -244,6 +254,7 @@ WORKFLOWS = {
         distributed,
         shifted,
         image_to_video,
+        image_in_one_prompt,
         no_start_image,
         first_last_frame,
         start_image_5b,
@@ -277,6 +288,7 @@ CASES = (
     WanCase(name="i2v-77", **I2V, tokens=77, negative_tokens=77),
     WanCase(name="i2v-uneven-batch-2", **I2V, tokens=600, negative_tokens=1, width=80, height=48, length=13, batch=2),
     WanCase(name="i2v-no-clip-vision", **I2V, image_tokens=0, negative_tokens=9),
+    WanCase(name="i2v-image-in-one-prompt", model="wan-i2v", workflow="image_in_one_prompt", width=80),
     WanCase(name="i2v-no-start-image", model="wan-i2v", workflow="no_start_image", length=5),
     WanCase(name="flf2v", **FLF, image_tokens=6, negative_tokens=5),
     WanCase(name="flf2v-more-tokens-than-positions", **FLF, image_tokens=9),

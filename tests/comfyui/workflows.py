@@ -100,7 +100,8 @@ def ksampler_advanced(graph: Graph, model: Node, case: Case) -> Node:
     return part(part(empty_latent(graph, case), 0, 2, first=True), 2, 10000, first=False)
 
 
-def _sampler_custom(graph: Graph, model: Node, case: Case, guider: Node) -> Node:
+def sampler_custom(graph: Graph, model: Node, case: Case, guider: Node) -> Node:
+    """SamplerCustomAdvanced with the settings of `case`."""
     return graph.add(
         "SamplerCustomAdvanced",
         noise=graph.add("RandomNoise", noise_seed=case.seed),
@@ -121,13 +122,13 @@ def basic_guider(graph: Graph, model: Node, case: Case) -> Node:
     positive, _ = prompts(graph, case)
     model = _shifted(graph, model, case)
     guider = graph.add("BasicGuider", model=model, conditioning=positive)
-    return _sampler_custom(graph, model, case, guider)
+    return sampler_custom(graph, model, case, guider)
 
 
 def cfg_guider(graph: Graph, model: Node, case: Case) -> Node:
     positive, negative = prompts(graph, case)
     guider = graph.add("CFGGuider", model=model, positive=positive, negative=negative, cfg=case.cfg)
-    return _sampler_custom(graph, model, case, guider)
+    return sampler_custom(graph, model, case, guider)
 
 
 def dual_cfg_guider(graph: Graph, model: Node, case: Case) -> Node:
@@ -144,7 +145,7 @@ def dual_cfg_guider(graph: Graph, model: Node, case: Case) -> Node:
         cfg_cond2_negative=case.cfg,
         style="regular",
     )
-    return _sampler_custom(graph, model, case, guider)
+    return sampler_custom(graph, model, case, guider)
 
 
 def masked(graph: Graph, model: Node, case: Case) -> Node:

@@ -16,6 +16,8 @@ from tests.tiny_models import family_of, full_config
 
 SHARED = {"shard_weights": True}
 OFFLOADED = {"shard_weights": True, "offload": True}
+PLACED = {"device_map": True}
+_WEIGHTS = {*OFFLOADED, *PLACED}
 
 MODES: dict[str, dict[str, Any]] = {
     "ulysses 2": {"ulysses": 2},
@@ -37,6 +39,7 @@ MODES: dict[str, dict[str, Any]] = {
     "ulysses 2, shard_weights in host memory": {"ulysses": 2, **OFFLOADED},
     "ulysses 2 x tensor 2, shard_weights": {"ulysses": 2, "tensor": 2, **SHARED},
     "replicas 2 x ulysses 2, shard_weights": {"replicas": 2, "ulysses": 2, **SHARED},
+    "device_map": PLACED,
 }
 
 
@@ -91,19 +94,26 @@ MODELS: dict[str, Model] = {
 
 def degrees_of(mode: str) -> dict[str, int]:
     """The fields of `RunMode` that a mode sets."""
-    return {name: value for name, value in MODES[mode].items() if name not in OFFLOADED}
+    return {name: value for name, value in MODES[mode].items() if name not in _WEIGHTS}
 
 
 def sharing_of(mode: str) -> dict[str, bool]:
     """How a mode divides the weights."""
-    return {name: value for name, value in MODES[mode].items() if name in OFFLOADED}
+    return {name: value for name, value in MODES[mode].items() if name in _WEIGHTS}
 
 
 def plan_of(mode: str) -> ParallelPlan:
     """The plan a user would have to set for a mode."""
+    if MODES[mode] == PLACED:
+        return ParallelPlan(devices=("cpu:0", "cpu:1"), strategy="device_map")
     degrees = degrees_of(mode)
     devices = tuple(f"cpu:{rank}" for rank in range(math.prod(degrees.values())))
     return ParallelPlan(devices=devices, shard_weights="shard_weights" in MODES[mode], **degrees)
+
+
+def num_processes(mode: str) -> int:
+    """How many take part."""
+    return 1 if MODES[mode] == PLACED else plan_of(mode).world_size
 
 
 def refusal(model: Model, mode: str) -> str:

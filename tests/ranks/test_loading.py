@@ -112,3 +112,12 @@ def test_the_config_decides_not_the_file(folder: Path) -> None:
     (folder / "config.json").write_text(json.dumps({**config, "num_layers": 1}))
     with pytest.raises(UserError, match="transformer_blocks.1"):
         load(folder)
+
+
+@pytest.mark.parametrize("name", ["flux", "wan-i2v"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_slices_on_ranks_make_the_whole_again(tmp_path: Path, name: str, dtype: str) -> None:
+    """Also where some weights of a 16-bit model keep float32."""
+    folder = str(tmp_path)
+    run_on_ranks(1, "transformer_ranks:write_models", name=name, models={folder: {}})
+    assert run_on_ranks(2, "transformer_ranks:divide_anew", name=name, folder=folder, dtype=dtype) == [[], []]

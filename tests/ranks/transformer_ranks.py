@@ -10,14 +10,12 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
 
 from parallel_core import attention, upstream
 from parallel_core.errors import UserError
@@ -27,6 +25,7 @@ from parallel_core.worker import meshes as meshes_module
 from parallel_core.worker.loading import WHOLE, LoadedTransformer, Part, load_transformer
 from parallel_core.worker.meshes import MeshCache
 from parallel_core.worker.placed_transformer import place_transformer
+from parallel_core.worker.redivide import from_ranks
 from parallel_core.worker.shared_weights import let_go
 from tests.tiny_models import TINY_MODELS, Case, family_of
 
@@ -44,18 +43,8 @@ def load(name: str, folder: str, dtype: str = "float32", part: Part = WHOLE) -> 
     return load_transformer(Path(folder), family_of(name), getattr(torch, dtype), CPU, part)
 
 
-@dataclass
-class Ranked:
-    """A model under a mode on this rank."""
-
-    run: RunMode
-    mesh: DeviceMesh
-    loaded: LoadedTransformer
-
-    def __call__(self, inputs: dict[str, Any]) -> Tensor:
-        output: Tensor = self.loaded.model(**inputs)[0]
-        let_go(self.loaded.model)
-        return output
+Forward = Callable[[dict[str, Any]], Tensor]
+"""The arguments of a transformer's `forward` -> its output."""
 
 
 def load_ranked(
@@ -66,7 +55,7 @@ def load_ranked(
     *,
     shard_weights: bool = False,
     offload: bool = False,
-) -> Ranked:
+) -> Forward:
     """This rank's part of the model, with `mode` applied."""
     run, meshes = RunMode(**mode), MeshCache("cpu")
     mesh = meshes.get(run.shape)
@@ -78,7 +67,23 @@ def load_ranked(
     )
     loaded = load(name, folder, dtype, part)
     apply_plan(loaded.model, family_of(name), loaded.shards, mesh, run)
-    return Ranked(run, mesh, loaded)
+
+    def forward(inputs: dict[str, Any]) -> Tensor:
+        output: Tensor = loaded.model(**inputs)[0]
+        let_go(loaded.model)
+        return output
+
+    return forward
+
+
+def load_placed(name: str, folder: str, dtype: str, size: int) -> Forward:
+    """A model of `size` bytes, for lack of room on its "devices" in part in the host's memory or the files."""
+    for percent in range(65, 30, -5):
+        limits = {"cpu:0": size * percent // 100, "cpu:1": size * percent // 100, "cpu": size // 5, "disk": size}
+        placed = place_transformer(Path(folder), family_of(name), getattr(torch, dtype), ("cpu:0", "cpu:1"), limits)
+        if {"cpu", "disk"} & set(placed.plan.devices):
+            return lambda inputs, model=placed.model: model(**inputs)[0]  # type: ignore[misc]
+    raise AssertionError("no limits make some layers lie elsewhere")
 
 
 def make_inputs(name: str, model: Any, case: dict[str, Any], dtype: str = "float32") -> dict[str, Any]:
@@ -101,11 +106,15 @@ def compare(
     mode: dict[str, Any],
     cases: list[dict[str, Any]],
     dtype: str,
+    device_map: bool = False,
     **sharing: bool,
 ) -> list[list[Any]]:
     """Per case: the plan's distance from one rank, bit-equality, and one rank's own distance from float32."""
     exact, alone = load(name, folder).model, load(name, folder, dtype).model
-    together = load_ranked(name, folder, mode, dtype, **sharing)
+    if device_map:
+        together = load_placed(name, folder, dtype, parameter_bytes(alone))
+    else:
+        together = load_ranked(name, folder, mode, dtype, **sharing)
     results = []
     for case in cases:
         inputs = make_inputs(name, alone, case, dtype)
@@ -349,3 +358,14 @@ def load_slices(rank: int, world_size: int, folder: str, dtype: str) -> dict[str
         "training": loaded.model.training,
         "requires_grad": any(parameter.requires_grad for parameter in loaded.model.parameters()),
     }
+
+
+def divide_anew(rank: int, world_size: int, name: str, folder: str, dtype: str) -> list[str]:
+    """The weights that are not the file's after the ranks' tensor slices were put together again."""
+    mesh = MeshCache("cpu").get(RunMode(tensor=world_size).shape)
+    sliced = load(name, folder, dtype, Part(tensor_rank=rank, tensor_degree=world_size))
+    weights = from_ranks(sliced, mesh.get_group("tensor"))
+    whole = load_transformer(Path(folder), family_of(name), getattr(torch, dtype), CPU, WHOLE, weights).model
+    expected = load(name, folder, dtype).model.state_dict()
+    found = whole.state_dict()
+    return [key for key, tensor in expected.items() if found[key].dtype != tensor.dtype or not found[key].equal(tensor)]

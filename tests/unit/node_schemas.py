@@ -82,7 +82,7 @@ def _read_class(path: Path, name: str) -> Schema:
     call = next(node for node in ast.walk(found) if isinstance(node, ast.Call) and _last_name(node.func) == "Schema")
     fields = {keyword.arg: keyword.value for keyword in call.keywords}
     known = _names(tree)
-    inputs = [_input(entry, known) for entry in fields["inputs"].elts]
+    inputs = [_input(entry, names) for entry, names in _entries(fields["inputs"], known)]
     outputs = [
         ast.literal_eval(keyword.value)
         for entry in fields["outputs"].elts
@@ -97,11 +97,19 @@ def _read_class(path: Path, name: str) -> Schema:
     )
 
 
+def _entries(inputs: Any, known: dict[str, Any]) -> list[tuple[Any, dict[str, Any]]]:
+    """The calls that make the inputs, with the names that hold there: of a list, or of `[call for name in NAMES]`."""
+    if isinstance(inputs, ast.List):
+        return [(entry, known) for entry in inputs.elts]
+    (loop,) = inputs.generators
+    return [(inputs.elt, {**known, loop.target.id: value}) for value in _value(loop.iter, known)]
+
+
 def _input(call: Any, known: dict[str, Any]) -> Input:
     given = {keyword.arg: _value(keyword.value, known) for keyword in call.keywords}
     options = given.get("options")
     return Input(
-        name=ast.literal_eval(call.args[0]),
+        name=_value(call.args[0], known),
         kind=_last_name(call.func.value),
         optional=bool(given.get("optional")),
         seed=bool(given.get("control_after_generate")),

@@ -92,6 +92,11 @@ def test_prompts_of_different_length_run_one_after_the_other() -> None:
     assert share_rows([1, 1], ["short", "long"], 1, [99, 99]) == [[[(0, 0, 1)], [(1, 0, 1)]]]
 
 
+def test_prompts_of_equal_length_share_a_batch_whatever_stands_between_them() -> None:
+    shares = share_rows([1, 1, 1], ["short", "long", "short"], 1, [99] * 3)
+    assert shares == [[[(0, 0, 1), (2, 0, 1)], [(1, 0, 1)]]]
+
+
 def test_the_two_halves_of_cfg_go_to_two_replicas() -> None:
     assert share_rows([1, 1], ["short", "long"], 2, [99, 99]) == [[[(0, 0, 1)]], [[(1, 0, 1)]]]
 

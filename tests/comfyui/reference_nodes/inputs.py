@@ -81,6 +81,21 @@ class TestMask:
         return (_randn(seed, 1, height, width).sigmoid(),)
 
 
+class TestStackMasks:
+    """Two masks as a batch of masks: a row for each second image."""
+
+    RETURN_TYPES = ("MASK",)
+    FUNCTION = "make"
+    CATEGORY = "test"
+
+    @classmethod
+    def INPUT_TYPES(cls) -> dict[str, Any]:
+        return {"required": {"first": ("MASK",), "second": ("MASK",)}}
+
+    def make(self, first: torch.Tensor, second: torch.Tensor) -> tuple[torch.Tensor]:
+        return (torch.cat([first, second]),)
+
+
 class TestSigmas:
     RETURN_TYPES = ("SIGMAS",)
     FUNCTION = "make"
@@ -124,6 +139,7 @@ NODES = {
     "TestConditioning": TestConditioning,
     "TestLatent": TestLatent,
     "TestMask": TestMask,
+    "TestStackMasks": TestStackMasks,
     "TestSigmas": TestSigmas,
     "TestControlNet": TestControlNet,
 }
