@@ -85,7 +85,7 @@ class PlacementPlan:
         by_device: dict[str, list[str]] = {}
         for unit, device in zip(self.units, self.devices, strict=True):
             if unit.component == component and unit.num_bytes:
-                by_device.setdefault(device, []).append(unit.modules[0])
+                by_device.setdefault(device, []).extend(unit.modules)
         if len(by_device) == 1:
             return next(iter(by_device))
         return ", ".join(f"{_module_ranges(modules)} on {device}" for device, modules in by_device.items())

@@ -22,6 +22,9 @@ from parallel_core.families.flux import FAMILY
 from parallel_core.families.text_registry import TEXT_FAMILIES
 from parallel_core.plan import ParallelPlan
 from parallel_core.text_spec import read_text_source
+from parallel_core.worker.loading import load_transformer
+from parallel_core.worker.placed import bytes_by_device
+from parallel_core.worker.placed_transformer import place_transformer
 from tests.ranks.engines import make_engine
 from tests.ranks.gloo import run_on_ranks
 from tests.ranks.remote_flux import CONFIG, TWO, call, holds, ledger, number_of_loads, remote
@@ -155,6 +158,21 @@ def test_every_family_equals_one_rank(name: str, tmp_path: Path) -> None:
         (placed,) = run_on_ranks(1, "transformer_ranks:compare_placed", name=name, folder=str(tmp_path), **settings)
         assert placed["equal"]
         assert len(placed["homes"]) == 2 and ("disk" in placed["homes"]) == ("disk" in shares)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("limits", [{}, {"cuda:0": 900_000, "cuda:1": 0, "cpu": 600_000, "disk": 3_000_000}], ids=str)
+def test_on_gpus_with_host_and_files_behind_them(tiny_flux: Path, limits: dict[str, int]) -> None:
+    devices = tuple(f"cuda:{index}" for index in range(min(2, torch.cuda.device_count())))
+    before = torch.cuda.memory_allocated(0)
+    placed_model = place_transformer(tiny_flux, FAMILY, torch.float32, devices, limits)
+    lies_there = bytes_by_device(placed_model.model, placed_model.places)
+    assert torch.cuda.memory_allocated(0) - before >= lies_there["cuda:0"] > 0
+    whole = load_transformer(tiny_flux, FAMILY, torch.float32, torch.device("cuda:0")).model
+    tensors = [{name: tensor.cuda(0) for name, tensor in part.items()} for part in (CALLS[0].rows, CALLS[0].shared)]
+    with torch.inference_mode():
+        ours, theirs = (FAMILY.finish(model(**FAMILY.prepare(*tensors))).cpu() for model in (placed_model.model, whole))
+    assert torch.equal(ours, theirs)
 
 
 # ----- refused -----
