@@ -20,9 +20,9 @@ from typing import Any
 
 from benchmarks import setup
 
-TOKENS = {"even": (128, (32, 32)), "uneven": (77, (33, 31))}
+COMPARED = (128, (32, 32))
+SCALED = {"even": (128, (56, 56)), "uneven": (77, (57, 55))}
 """Text tokens, and height and width of the picture in tokens."""
-MODES: dict[str, dict[str, int]] = {"ulysses": {"ulysses": 1}, "ring": {"ring": 1}, "tensor": {"tensor": 1}}
 
 
 def inputs(text: int, size: tuple[int, int]) -> dict[str, Any]:
@@ -104,7 +104,7 @@ def compare(rank: int, world: int, folder: str, rounds: int) -> list[str]:
     from parallel_core.worker.meshes import MeshCache
 
     model = load_transformer(Path(folder), FAMILY, torch.float32, torch.device("cpu")).model
-    arguments, meshes, lines = inputs(*TOKENS["even"]), MeshCache("cpu"), []
+    arguments, meshes, lines = inputs(*COMPARED), MeshCache("cpu"), []
     shapes = [{"ring": 1, "ulysses": world}, {"ring": world, "ulysses": 1}]
     if world == 4:
         shapes.append({"ring": 2, "ulysses": 2})
@@ -136,12 +136,12 @@ def scale(rank: int, world: int, folder: str, rounds: int) -> list[str]:
     cpu = torch.device("cpu")
     alone = load_transformer(Path(folder), FAMILY, torch.float32, cpu).model
     meshes, lines = MeshCache("cpu"), []
-    for axis in MODES:
+    for axis in ("ulysses", "ring", "tensor"):
         run = RunMode(**{axis: world})
         part = Part(tensor_rank=rank, tensor_degree=world) if axis == "tensor" else Part()
         loaded = load_transformer(Path(folder), FAMILY, torch.float32, cpu, part)
         applied = apply_plan(loaded.model, FAMILY, loaded.shards, meshes.get(run.shape), run)
-        for name, tokens in TOKENS.items():
+        for name, tokens in SCALED.items():
             arguments = inputs(*tokens)
             ratios = []
             for index in range(rounds + 1):
