@@ -1,6 +1,7 @@
 """Every model in every mode with every input: N ranks compute what one rank computes, or the mode is refused.
 
-`make test` takes every mode with one model of each family and every other model with a few modes; `make full` all.
+`make quick` takes a few modes with one model of each family, `make test` every mode with these and the few modes with
+every other model, `make full` the rest.
 """
 
 from __future__ import annotations
@@ -24,7 +25,9 @@ def _marked(*, exchanging: bool = False) -> list[Any]:
             continue  # one process, which exchanges nothing
         is_first = model == MODELS[model].name
         chosen = mode != _LARGE if is_first else mode in _SAMPLE
-        params.append(pytest.param(model, mode, id=f"{model}-{mode}", marks=() if chosen else (pytest.mark.full,)))
+        quick = is_first and mode in _SAMPLE
+        marks = () if quick else (pytest.mark.slow,) if chosen else (pytest.mark.full,)
+        params.append(pytest.param(model, mode, id=f"{model}-{mode}", marks=marks))
     return params
 
 

@@ -25,6 +25,7 @@ TWO = ("cuda:5", "cuda:3")  # the controller's names: this process sees them as 
 ROOT = Path(__file__).resolve().parents[2]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", TINY_MODELS)
 def test_every_cut_runs(name: str) -> None:
     """No part meets a tensor on another device, whatever lies where."""
