@@ -110,3 +110,57 @@ def test_a_mesh_is_taken_as_it_is() -> None:
 def test_a_plan_reads_well() -> None:
     assert ParallelPlan(devices=FOUR[:2], ulysses=2).describe() == "2 ranks (cuda:0, cuda:1): ulysses 2"
     assert ParallelPlan(devices=("cpu:0",)).describe() == "1 rank (cpu:0)"
+
+
+@pytest.mark.parametrize(
+    ("settings", "says"),
+    [
+        ({"strategy": "device_map", "ulysses": 2}, "'device_map' places layers over the devices and has no degrees"),
+        ({"strategy": "device_map", "shard_weights": True}, "use one of them"),
+        ({"strategy": "device_map", "compile": "default"}, "cannot be compiled"),
+        ({"replicas": 4, "shard_weights": True}, "ring and ulysses, but replicas 4 x ring 1 x ulysses 1"),
+        ({"tensor": 4, "max_memory": "0:1GB"}, "gives every device the same"),
+        ({"strategy": "device_map", "max_memory": "7:1GB"}, "names device '7'"),
+        ({"ulysses": 4, "uneven": "sometimes"}, "uneven is 'sometimes'; expected one of auto, never, always"),
+        ({"ulysses": 4, "compile": "fast"}, "compile is 'fast'"),
+        ({"ulysses": 4, "attention_backend": "xformers"}, "cannot share one row's tokens out"),
+        ({"strategy": "auto", "attention_backend": "xformers"}, "cannot share one row's tokens out"),
+        ({"ring": 1.0, "ulysses": 4}, "ring is 1.0; expected a whole number"),
+    ],
+)
+def test_settings_that_do_not_go_together_are_refused(settings: dict[str, object], says: str) -> None:
+    with pytest.raises(UserError, match=says):
+        ParallelPlan(devices=FOUR, **settings)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"ring": 2, "ulysses": 2, "shard_weights": True, "max_memory": "0:1GB,cpu:9GB"},
+        {"strategy": "device_map", "max_memory": "0:1GB,disk:9GB"},
+        {"strategy": "auto", "shard_weights": True, "uneven": "never", "compile": "default"},
+        {"tensor": 2, "replicas": 2, "attention_backend": "_native_math"},
+    ],
+)
+def test_settings_that_go_together(settings: dict[str, object]) -> None:
+    plan = ParallelPlan(devices=FOUR, **settings)
+    assert plan.describe()
+
+
+def test_shared_weights_tie_all_devices_together() -> None:
+    plan = ParallelPlan(devices=FOUR, strategy="auto", shard_weights=True)
+    choice = resolve(plan, rows=4, heads=24, fits_one_device=True)
+    assert choice.plan.mode.shape == (1, 1, 4, 1)
+    assert choice.plan.describe().endswith("ulysses 4, weights shared out")
+
+
+def test_the_mode_has_every_setting_of_an_evaluation() -> None:
+    plan = ParallelPlan(devices=FOUR, ring=2, ulysses=2, ring_fp32=False, compile="default", attention_backend="flash")
+    mode = plan.mode
+    assert (mode.shape, mode.ring_fp32, mode.compile, mode.attention_backend) == (
+        (1, 2, 2, 1),
+        False,
+        "default",
+        "flash",
+    )
+    assert (mode.context, mode.ranks_per_replica) == (4, 4)
