@@ -85,8 +85,8 @@ class ParallelConfig(io.ComfyNode):
                     options=list(UNEVEN),
                     default="auto",
                     optional=True,
-                    tooltip="Shares of tokens or heads of unequal size. auto: taken and shown; always: taken; never: "
-                    "refused. The picture is the same.",
+                    tooltip="Shares of tokens or heads of unequal size. auto: taken, and shown where it costs time; "
+                    "always: taken; never: refused. The picture is the same.",
                 ),
                 io.Boolean.Input(
                     "shard_weights",

@@ -85,8 +85,8 @@ class ParallelPlan:
     tensor: int = 1
     """Ranks that share the weights (arXiv:1909.08053): each holds and computes a slice of every layer."""
     uneven: str = "auto"
-    """Whether ranks may get shares of tokens or heads of unequal size: "never" refuses, "auto" says so, "always" does
-    it without saying."""
+    """Whether ranks may get shares of tokens or heads of unequal size: "never" refuses, "auto" says so where it
+    costs time, "always" does it without saying."""
     shard_weights: bool = False
     """Ranks that share a row's sequence hold a part of the weights each and collect a layer when its turn comes."""
     attention_backend: str = "auto"

@@ -12,6 +12,11 @@ from ..errors import UserError
 from ..families.base import Config, Family, SeamCall
 from ..plan import ParallelPlan
 
+_WORTH_TELLING = 1.05
+"""How much more than an equal share the largest one is before it slows a step down by more than anyone would notice."""
+
+_NAMES = {"encoder_hidden_states": "text", "hidden_states": "the picture"}
+
 
 def check_shares(plan: ParallelPlan, family: Family, config: Config, calls: Sequence[SeamCall]) -> str:
     """What to tell the user about unequal shares under `plan`; empty when there is nothing to tell.
@@ -21,28 +26,30 @@ def check_shares(plan: ParallelPlan, family: Family, config: Config, calls: Sequ
     ranks = plan.ring * plan.ulysses
     if ranks == 1:
         return ""
-    notes = _heads_note(family.num_heads(config) // plan.tensor, plan)
+    heads = {"heads": family.num_heads(config) // plan.tensor}
+    notes = _notes(heads, plan.ulysses, plan.uneven)
     for call in calls:
         lengths = family.segment_lengths(config, call)
-        notes += [note for note in _tokens_notes(lengths, ranks) if note not in notes]
+        tokens = {f"tokens of {_NAMES.get(name, name)}": length for name, length in lengths.items()}
+        notes += [note for note in _notes(tokens, ranks, plan.uneven) if note not in notes]
     if notes and plan.uneven == "never":
         raise UserError(
             f"uneven is 'never', but the shares of the ranks would differ: {'; '.join(notes)}. Set uneven to 'auto' "
             "(the result is the same), or choose a size or a degree that divides evenly."
         )
-    return "" if plan.uneven == "always" else "; ".join(notes)
+    return "; ".join(notes)
 
 
-def _heads_note(heads: int, plan: ParallelPlan) -> list[str]:
-    if heads % plan.ulysses == 0:
+def _notes(parts: Mapping[str, int], ranks: int, uneven: str) -> list[str]:
+    """One note for each of `parts` that is shared out unequally; none where that is not worth telling."""
+    total, largest = sum(parts.values()), sum(-(-count // ranks) for count in parts.values())
+    if uneven == "always" or (uneven == "auto" and largest * ranks <= _WORTH_TELLING * total):
         return []
-    return [f"{heads} heads over ulysses {plan.ulysses}: {_text(split_sizes(heads, plan.ulysses))}"]
-
-
-def _tokens_notes(lengths: Mapping[str, int], ranks: int) -> list[str]:
-    uneven = {name: length for name, length in lengths.items() if length % ranks}
-    return [f"{length} tokens of {name} over {ranks} ranks: {_text(split_sizes(length, ranks))}"
-            for name, length in uneven.items()]  # fmt: skip
+    return [
+        f"{count} {name} over {ranks} ranks: {_text(split_sizes(count, ranks))}"
+        for name, count in parts.items()
+        if count % ranks
+    ]
 
 
 def _text(sizes: Sequence[int]) -> str:

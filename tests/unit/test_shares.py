@@ -29,8 +29,12 @@ def test_equal_shares_are_not_worth_a_word() -> None:
 
 
 def test_unequal_shares_are_told_once() -> None:
-    text = note([call(7, 64), call(7, 64)], ulysses=2)
-    assert text == "7 tokens of encoder_hidden_states over 2 ranks: 4, 3"
+    text = note([call(1, 7), call(1, 7)], ulysses=2)
+    assert text == "1 tokens of text over 2 ranks: 1, 0; 7 tokens of the picture over 2 ranks: 4, 3"
+
+
+def test_what_costs_nothing_is_not_told() -> None:
+    assert note([call(77, 4095)], ulysses=2) == ""
 
 
 def test_heads_count_for_ulysses_only() -> None:
@@ -43,7 +47,7 @@ def test_always_says_nothing() -> None:
 
 
 def test_never_refuses_and_names_the_shares() -> None:
-    with pytest.raises(UserError, match="63 tokens of hidden_states over 4 ranks: 16, 16, 16, 15"):
+    with pytest.raises(UserError, match="63 tokens of the picture over 4 ranks: 16, 16, 16, 15"):
         note([call(8, 63)], devices=4, ring=2, ulysses=2, uneven="never")
 
 
