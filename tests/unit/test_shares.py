@@ -38,7 +38,7 @@ def test_what_costs_nothing_is_not_told() -> None:
 
 
 def test_heads_count_for_ulysses_only() -> None:
-    assert "4 heads over ulysses 3: 2, 1, 1" in note([call(9, 9)], devices=3, ulysses=3)
+    assert "4 heads over 3 ranks: 2, 1, 1" in note([call(9, 9)], devices=3, ulysses=3)
     assert note([call(9, 9)], devices=3, ring=3) == ""
 
 
