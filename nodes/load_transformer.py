@@ -7,9 +7,11 @@ from typing import Any
 
 from comfy_api.latest import io
 
+from ..parallel_core.attention_backends import check_dtype
 from ..parallel_core.checkpoint import Checkpoint, check_loadable, check_shapes, read_checkpoint
 from ..parallel_core.engine.models import TransformerSpec
 from ..parallel_core.engine.placed import placed
+from ..parallel_core.engine.shares import check_heads
 from ..parallel_core.engine.transformer import RemoteTransformer
 from ..parallel_core.errors import UserError
 from ..parallel_core.families.base import Family
@@ -53,6 +55,8 @@ def make_remote(model_name: str, weight_dtype: str, plan: ParallelPlan) -> Remot
     fits = num_bytes <= room
     chosen = resolve(plan, rows=1, heads=family.tensor_units(config), fits_one_device=fits).plan
     family.check_plan(config, chosen)
+    check_dtype(plan.attention_backend, dtype)
+    check_heads(chosen, family.num_heads(config))
     shards = chosen.ring * chosen.ulysses if plan.shard_weights else 1
     part = num_bytes // (chosen.tensor * shards)
     offload = plan.shard_weights and part > _limit(plan, room)
@@ -95,7 +99,7 @@ def _limit(plan: ParallelPlan, room: int) -> int:
 def _check_host(num_bytes: int, plan: ParallelPlan) -> None:
     """All parts of shared weights that no device has room for must fit the host's memory together."""
     limits = parse_max_memory(plan.max_memory, plan.devices)
-    available = min(limits.get(HOST, host_memory()[0]), host_memory()[0])
+    available = min(limits.get(HOST, host_memory()[1]), host_memory()[1])  # in all: the parts may lie there already
     needed = num_bytes * plan.replicas
     if needed > available:
         raise UserError(

@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import inspect
 import weakref
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import comfy.model_management
 import torch
 from comfy.patcher_extension import WrappersMP
 
+from ..parallel_core.attention_backends import check_masks
 from ..parallel_core.engine.transformer import RemoteTransformer, RunStatistics
 from ..parallel_core.errors import UserError
 from ..parallel_core.families.base import ComfySide, SeamCall, refuse_unknown, resolve_class
@@ -119,8 +120,20 @@ class _Guard:
         refuse_sampling(remote.family, remote.config, patcher, noise_shape, conds, model_options or {})
         for entries in conds.values():
             reassign(entries or ())
+        if remote.family.mask_rows and any(map(_masks_tokens, _entries(conds))):
+            check_masks(remote.plan.attention_backend)
         remote.statistics = RunStatistics()
         return executor(patcher, noise_shape, conds, *args, model_options=model_options, **rest)
+
+
+def _entries(conds: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
+    return (entry for entries in conds.values() for entry in entries or ())
+
+
+def _masks_tokens(entry: Mapping[str, Any]) -> bool:
+    """Whether a prompt says that some of its tokens are padding (a mask of ones only is the same as none)."""
+    mask = entry.get("attention_mask")
+    return mask is not None and bool((mask != 1).any())
 
 
 class _Dispatch:

@@ -28,27 +28,31 @@ class AttentionBackend:
     returns_lse: bool = False
     """Whether its kernel gives the log-sum-exp that ring merges by; else torch's own kernels serve the ring."""
     masks: bool = False
-    """Whether it takes masks."""
+    """Whether it takes every mask over keys. Those that pack sequences ("varlen") keep a row's first keys, however the
+    mask's holes lie, and diffusers hands xformers a mask as numbers to add: both would draw another picture in silence.
+    """
+    only_16_bits: bool = False
+    """Whether its kernel refuses float32."""
 
 
 BACKENDS: tuple[AttentionBackend, ...] = (
     AttentionBackend(name="native", on_cpu=True, in_context=True, masks=True),
-    AttentionBackend(name="_native_cudnn", in_context=True, returns_lse=True, masks=True),
+    AttentionBackend(name="_native_cudnn", in_context=True, returns_lse=True, only_16_bits=True),
     AttentionBackend(name="_native_efficient", masks=True),
-    AttentionBackend(name="_native_flash", in_context=True, returns_lse=True),
+    AttentionBackend(name="_native_flash", in_context=True, returns_lse=True, only_16_bits=True),
     AttentionBackend(name="_native_math", on_cpu=True, masks=True),
-    AttentionBackend(name="flash", in_context=True, returns_lse=True),
-    AttentionBackend(name="flash_varlen", masks=True),
-    AttentionBackend(name="_flash_3"),
-    AttentionBackend(name="_flash_varlen_3", masks=True),
+    AttentionBackend(name="flash", in_context=True, returns_lse=True, only_16_bits=True),
+    AttentionBackend(name="flash_varlen", only_16_bits=True),
+    AttentionBackend(name="_flash_3", only_16_bits=True),
+    AttentionBackend(name="_flash_varlen_3", only_16_bits=True),
     AttentionBackend(name="flex", masks=True),
-    AttentionBackend(name="sage", in_context=True, returns_lse=True),
-    AttentionBackend(name="sage_varlen", masks=True),
-    AttentionBackend(name="_sage_qk_int8_pv_fp8_cuda"),
-    AttentionBackend(name="_sage_qk_int8_pv_fp8_cuda_sm90"),
-    AttentionBackend(name="_sage_qk_int8_pv_fp16_cuda"),
-    AttentionBackend(name="_sage_qk_int8_pv_fp16_triton"),
-    AttentionBackend(name="xformers", masks=True),
+    AttentionBackend(name="sage", in_context=True, returns_lse=True, only_16_bits=True),
+    AttentionBackend(name="sage_varlen", only_16_bits=True),
+    AttentionBackend(name="_sage_qk_int8_pv_fp8_cuda", only_16_bits=True),
+    AttentionBackend(name="_sage_qk_int8_pv_fp8_cuda_sm90", only_16_bits=True),
+    AttentionBackend(name="_sage_qk_int8_pv_fp16_cuda", only_16_bits=True),
+    AttentionBackend(name="_sage_qk_int8_pv_fp16_triton", only_16_bits=True),
+    AttentionBackend(name="xformers"),
 )
 
 BACKEND_NAMES = (AUTO, *(backend.name for backend in BACKENDS))
@@ -83,6 +87,29 @@ def check_backend(name: str, *, device: str, ring: int, ulysses: int) -> None:
     raise UserError(
         f"attention_backend {name!r} cannot share one row's tokens out over ranks (ring {ring}, ulysses {ulysses}). "
         f"What works here: {_or(fitting)}."
+    )
+
+
+def check_dtype(name: str, dtype: str) -> None:
+    """`UserError` for a backend that does not compute in `dtype`."""
+    if backend_named(name).only_16_bits and dtype == "float32":
+        fitting = [other.name for other in BACKENDS if not other.only_16_bits]
+        raise UserError(
+            f"attention_backend {name!r} computes in 16 bits only, and the weights are float32. Set weight_dtype to "
+            f"'bfloat16', or take one of {_or(fitting)}."
+        )
+
+
+def describe_attention(name: str, *, device: str, ring: int) -> str:
+    """For the log: which kernels serve an attention backend."""
+    backend = backend_named(name)
+    if ring == 1 or backend.returns_lse:
+        return f"attention by {backend.name}"
+    if device.startswith("cpu"):
+        return "ring attention by torch's flash kernel for CPUs, which gives the log-sum-exp"
+    return (
+        "ring attention by torch's flash kernel, or its memory-efficient one for float32, masks and older GPUs: "
+        f"{backend.name} gives no log-sum-exp"
     )
 
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 
 from .attention_backends import check_backend
 from .errors import UserError
-from .max_memory import parse_max_memory
+from .max_memory import DISK, parse_max_memory
 
 AXES = ("replica", "ring", "ulysses", "tensor")
 """Mesh axes, outermost first: neighbours along the last axis are neighbouring devices."""
@@ -147,6 +147,11 @@ class ParallelPlan:
             raise UserError(
                 f"max_memory is {self.max_memory!r}, but strategy {self.strategy!r} gives every device the same; it "
                 "works with strategy 'device_map' and with shard_weights. Leave it empty otherwise."
+            )
+        if self.shard_weights and DISK in parse_max_memory(self.max_memory, self.devices):
+            raise UserError(
+                f"max_memory is {self.max_memory!r}, but shared weights lie on the devices or in host memory, never in "
+                "files. Leave 'disk' out, or use strategy 'device_map'."
             )
         check_backend(self.attention_backend, device=self.devices[0], ring=self.ring, ulysses=self.ulysses)
         if self.strategy == "auto" and self.world_size > 1:  # any run may share its sequence out

@@ -6,6 +6,7 @@ Owns the choice among torch's own kernels, which its public function does not of
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -14,23 +15,30 @@ RingKernel = Callable[[Tensor, Tensor, Tensor, Tensor | None, float | None], tup
 """(query, key, value, mask, scale) -> (output, log-sum-exp): (batch, tokens, heads, dim) each, the mask over keys as in
 `masks.ChunkMask`, the log-sum-exp (batch, tokens, heads)."""
 
+_FLASH_DTYPES = (torch.float16, torch.bfloat16)
+
 
 def native_ring_kernel(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float | None
 ) -> tuple[Tensor, Tensor]:
     """A `RingKernel` over torch's own kernels.
 
-    On a CPU its flash kernel. On a GPU the flash kernel where there is no mask and the numbers have 16 bits, else the
-    memory-efficient one.
+    On a CPU its flash kernel. On a GPU the flash kernel where there is no mask, the numbers have 16 bits and the GPU is
+    of compute capability 8.0 or newer, else the memory-efficient one.
     """
     query, key, value = (tensor.transpose(1, 2) for tensor in (query, key, value))
     if query.device.type == "cpu":
         output, lse = _cpu(query, key, value, mask, scale)
-    elif mask is None and query.dtype in (torch.float16, torch.bfloat16):
+    elif mask is None and query.dtype in _FLASH_DTYPES and _has_flash(query.device):
         output, lse = torch.ops.aten._scaled_dot_product_flash_attention(query, key, value, scale=scale)[:2]
     else:
         output, lse = _efficient(query, key, value, mask, scale)
     return output.transpose(1, 2), lse.transpose(1, 2)
+
+
+@lru_cache
+def _has_flash(device: torch.device) -> bool:
+    return torch.cuda.get_device_capability(device) >= (8, 0)
 
 
 def _cpu(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float | None) -> tuple[Tensor, Tensor]:

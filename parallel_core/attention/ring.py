@@ -34,6 +34,8 @@ def ring_attention(
     shape of `query`; a row without any key gives zeros, as torch's attention does.
     """
     rank, num_ranks = dist.get_rank(group), dist.get_world_size(group)
+    if sizes[rank] == 0:  # a key that nobody attends to: every rank takes part in every transfer
+        key_value = key_value.new_zeros(2, key_value.shape[1], 1, *key_value.shape[3:])
     merged: Tensor | None = None
     merged_lse: Tensor | None = None
     for step in range(num_ranks):
@@ -41,7 +43,7 @@ def ring_attention(
         following = None
         transfers: list[dist.Work] = []
         if step + 1 < num_ranks:
-            following = key_value.new_empty(2, key_value.shape[1], sizes[owner - 1], *key_value.shape[3:])
+            following = key_value.new_empty(2, key_value.shape[1], max(1, sizes[owner - 1]), *key_value.shape[3:])
             transfers = _pass_on(key_value, following, group)
         if query.numel() and sizes[owner]:
             output, lse = _attend(query, key_value, masks[owner], kernel, scale)
@@ -57,14 +59,13 @@ def ring_attention(
 
 
 def _pass_on(send: Tensor, receive: Tensor, group: dist.ProcessGroup) -> list[dist.Work]:
-    """Starts sending to the next rank and receiving from the one before; both know which messages are empty."""
+    """Starts sending to the next rank and receiving from the one before; nothing where the ranks have no heads."""
+    if not send.numel():
+        return []
     rank, num_ranks = dist.get_rank(group), dist.get_world_size(group)
-    operations = []
-    if send.numel():
-        operations.append(dist.P2POp(dist.isend, send, dist.get_global_rank(group, (rank + 1) % num_ranks), group))
-    if receive.numel():
-        operations.append(dist.P2POp(dist.irecv, receive, dist.get_global_rank(group, (rank - 1) % num_ranks), group))
-    return dist.batch_isend_irecv(operations) if operations else []
+    send_to = dist.P2POp(dist.isend, send, dist.get_global_rank(group, (rank + 1) % num_ranks), group)
+    receive_from = dist.P2POp(dist.irecv, receive, dist.get_global_rank(group, (rank - 1) % num_ranks), group)
+    return dist.batch_isend_irecv([send_to, receive_from])
 
 
 def _attend(

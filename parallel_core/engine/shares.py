@@ -26,18 +26,28 @@ def check_shares(plan: ParallelPlan, family: Family, config: Config, calls: Sequ
     ranks = plan.ring * plan.ulysses
     if ranks == 1:
         return ""
-    heads = {"heads": family.num_heads(config) // plan.tensor}
-    notes = _notes(heads, plan.ulysses, plan.uneven)
+    notes = check_heads(plan, family.num_heads(config))
     for call in calls:
         lengths = family.segment_lengths(config, call)
         tokens = {f"tokens of {_NAMES.get(name, name)}": length for name, length in lengths.items()}
         notes += [note for note in _notes(tokens, ranks, plan.uneven) if note not in notes]
+    _refuse_if_never(plan, notes)
+    return "; ".join(notes)
+
+
+def check_heads(plan: ParallelPlan, num_heads: int) -> list[str]:
+    """The part of `check_shares` that is known before anything runs."""
+    notes = _notes({"heads": num_heads // plan.tensor}, plan.ulysses, plan.uneven)
+    _refuse_if_never(plan, notes)
+    return notes
+
+
+def _refuse_if_never(plan: ParallelPlan, notes: Sequence[str]) -> None:
     if notes and plan.uneven == "never":
         raise UserError(
             f"uneven is 'never', but the shares of the ranks would differ: {'; '.join(notes)}. Set uneven to 'auto' "
             "(the result is the same), or choose a size or a degree that divides evenly."
         )
-    return "; ".join(notes)
 
 
 def _notes(parts: Mapping[str, int], ranks: int, uneven: str) -> list[str]:

@@ -6,6 +6,7 @@ Owns which row runs where. Knows families by their declarations; knows neither C
 from __future__ import annotations
 
 import itertools
+import logging
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
@@ -13,7 +14,7 @@ from typing import Any
 
 import torch
 
-from ..attention_backends import check_masks
+from ..attention_backends import check_masks, describe_attention
 from ..errors import UserError
 from ..families.base import Family, SeamCall
 from ..plan import ParallelPlan, PlanChoice, resolve
@@ -22,6 +23,8 @@ from .engine import Engine
 from .groups import Poll
 from .models import TransformerSpec
 from .shares import check_shares
+
+logger = logging.getLogger("parallel_diffusion")
 
 Segment = tuple[int, int, int]
 """(call, first row, one past the last row)."""
@@ -90,6 +93,8 @@ class RemoteTransformer:
         choice = self.choose(sum(call.num_rows for call in calls))
         if any(row in call.rows for call in calls for row in self.family.mask_rows):
             check_masks(choice.plan.attention_backend)
+        if self.statistics.num_steps == 0:
+            self._log_attention(choice.plan)
         self.statistics.note = check_shares(choice.plan, self.family, self.config, calls)
         slots, tensors = _slots(calls)
         assignments = share_rows(
@@ -114,6 +119,10 @@ class RemoteTransformer:
             seconds = time.monotonic() - started
         self._note(choice, assignments, replies, seconds)
         return _assemble(calls, [reply.tensors for reply in replies])
+
+    def _log_attention(self, plan: ParallelPlan) -> None:
+        text = describe_attention(plan.attention_backend, device=plan.devices[0], ring=plan.ring)
+        logger.info("%s: %s", self.spec.label, text)
 
     def _rows_at_once(self, call: SeamCall, plan: ParallelPlan) -> int:
         """Rows of `call` that fit one batch, from the device's total memory: the same on every run on this machine."""

@@ -158,8 +158,8 @@ class Family:
         return any(fnmatch(name, pattern) for pattern in self.fp32_weights)
 
     def full_config(self, config: Config) -> dict[str, Any]:
-        """The config with the defaults filled in."""
-        return {**self.defaults, **{name: value for name, value in config.items() if value is not None}}
+        """The config with the defaults filled in. A null that is written there stays, as in diffusers."""
+        return {**self.defaults, **config}
 
 
 def resolve_class(path: str) -> Any:

@@ -6,6 +6,7 @@ Does not know plans or families.
 
 from __future__ import annotations
 
+import importlib.util
 import shutil
 from contextlib import ExitStack
 from typing import Any
@@ -40,6 +41,10 @@ def check_compiler(device: torch.device) -> None:
         raise UserError(
             "compile needs a C++ compiler on CPU ranks, and neither g++ nor clang++ was found. Set compile to 'off', "
             "or install one."
+        )
+    if device.type == "cuda" and importlib.util.find_spec("triton") is None:
+        raise UserError(
+            "compile needs triton on GPUs, which is not in the ranks' environment. Set compile to 'off', or install it."
         )
 
 

@@ -28,6 +28,8 @@ class StoredModel:
     """Where tensors lie that do not lie on `device`, by their names in `module`."""
     outside_bytes: int = 0
     """Bytes of further weights that lie in host memory all the time; their places in `module` are on meta."""
+    on_host: bool = False
+    """The weights lie in host memory even while the model is in use."""
     movable: bool = True
     """False: the weights cannot leave the device and come back, so to park the model is to release it."""
     resident: bool = True
@@ -93,8 +95,8 @@ class ModelStore:
         """Per model the bytes on the device and in host memory."""
         return {
             key: {
-                "device_bytes": model.num_bytes if model.resident else 0,
-                "host_bytes": model.outside_bytes + (0 if model.resident else model.num_bytes),
+                "device_bytes": 0 if model.on_host or not model.resident else model.num_bytes,
+                "host_bytes": model.outside_bytes + (model.num_bytes if model.on_host or not model.resident else 0),
             }
             for key, model in self._models.items()
         }

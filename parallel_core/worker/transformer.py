@@ -60,7 +60,11 @@ def load(worker: Worker, request: LoadTransformer, tensors: Inputs) -> Result:
         loaded = load_transformer(folder, family, dtype, worker.device, _part_of(worker, request), weights)
         plan = _AppliedPlan(loaded, family)
         model = StoredModel(
-            module=loaded.model, device=worker.device, close=plan.remove, extra={"plan": plan, "tensor": request.tensor}
+            module=loaded.model,
+            device=worker.device,
+            close=plan.remove,
+            extra={"plan": plan, "tensor": request.tensor},
+            on_host=request.offload,
         )
         worker.store.add(request.key, model, was_read=not request.source)
     size = worker.store.use(request.key).num_bytes

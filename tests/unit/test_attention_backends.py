@@ -10,7 +10,15 @@ import torch
 from diffusers.models import attention_dispatch
 from diffusers.models.attention_dispatch import AttentionBackendName, dispatch_attention_fn
 
-from parallel_core.attention_backends import BACKEND_NAMES, BACKENDS, backend_named, check_backend, check_masks
+from parallel_core.attention_backends import (
+    BACKEND_NAMES,
+    BACKENDS,
+    backend_named,
+    check_backend,
+    check_dtype,
+    check_masks,
+    describe_attention,
+)
 from parallel_core.errors import UserError
 
 REGISTRY = attention_dispatch._AttentionBackendRegistry
@@ -78,6 +86,26 @@ def test_what_cannot_work_is_refused_with_what_can(name: str, device: str, ulyss
 )
 def test_what_can_work_is_let_through(name: str, device: str, ulysses: int) -> None:
     check_backend(name, device=device, ring=1, ulysses=ulysses)
+
+
+def test_a_16_bit_kernel_is_refused_float32_weights() -> None:
+    check_dtype("flash", "bfloat16")
+    check_dtype("auto", "float32")
+    with pytest.raises(UserError, match="computes in 16 bits only.*'bfloat16'"):
+        check_dtype("flash", "float32")
+
+
+@pytest.mark.parametrize(
+    ("name", "device", "ring", "says"),
+    [
+        ("auto", "cpu:0", 1, "attention by native"),
+        ("flash", "cuda:0", 2, "attention by flash"),
+        ("auto", "cpu:0", 2, "torch's flash kernel for CPUs"),
+        ("auto", "cuda:0", 2, "native gives no log-sum-exp"),
+    ],
+)
+def test_the_log_says_which_kernels_serve(name: str, device: str, ring: int, says: str) -> None:
+    assert says in describe_attention(name, device=device, ring=ring)
 
 
 def test_masks_need_a_backend_that_takes_them() -> None:

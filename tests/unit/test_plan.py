@@ -121,6 +121,7 @@ def test_a_plan_reads_well() -> None:
         ({"replicas": 4, "shard_weights": True}, "ring and ulysses, but replicas 4 x ring 1 x ulysses 1"),
         ({"tensor": 4, "max_memory": "0:1GB"}, "gives every device the same"),
         ({"strategy": "device_map", "max_memory": "7:1GB"}, "names device '7'"),
+        ({"ulysses": 4, "shard_weights": True, "max_memory": "disk:9GB"}, "never in files"),
         ({"ulysses": 4, "uneven": "sometimes"}, "uneven is 'sometimes'; expected one of auto, never, always"),
         ({"ulysses": 4, "compile": "fast"}, "compile is 'fast'"),
         ({"ulysses": 4, "attention_backend": "xformers"}, "cannot share one row's tokens out"),
