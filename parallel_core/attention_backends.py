@@ -61,12 +61,14 @@ BACKEND_NAMES = (AUTO, *(backend.name for backend in BACKENDS))
 
 def backend_named(name: str) -> AttentionBackend:
     """The backend of that name; "auto" is "native". `UserError` for any other."""
-    wanted = "native" if name == AUTO else name
+    wanted = "native" if name == AUTO else str(name)
     for backend in BACKENDS:
         if backend.name == wanted:
             return backend
     hub = (
-        " Backends that download code when they are used ('..._hub') are not offered." if name.endswith("_hub") else ""
+        " Backends that download code when they are used ('..._hub') are not offered."
+        if wanted.endswith("_hub")
+        else ""
     )
     raise UserError(f"attention_backend is {name!r}; expected one of {', '.join(BACKEND_NAMES)}.{hub}")
 

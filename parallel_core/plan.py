@@ -141,7 +141,8 @@ class ParallelPlan:
         if self.shard_weights and self.strategy == "mesh" and self.ring * self.ulysses == 1 and self.world_size > 1:
             raise UserError(
                 f"shard_weights shares weights out over the ranks of ring and ulysses, but {self._degrees_text()} has "
-                f"one of each. Use ulysses {self.world_size // self.tensor} or ring, or leave shard_weights off."
+                f"one of each. Use ulysses {self.world_size} or ring {self.world_size} in place of the other degrees, "
+                "or leave shard_weights off."
             )
         if self.max_memory.strip() and not (self.shard_weights or self.strategy == "device_map"):
             raise UserError(

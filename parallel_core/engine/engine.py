@@ -248,9 +248,20 @@ class Engine:
             else:
                 self.request_group(group, Park(key=holding.key))
                 self.ledger.park(holding.group, holding.key)
+        except RankError as error:  # not for the caller, who may be ComfyUI's own worker between two prompts
+            logger.warning("parking %s failed. %s", holding.label, error)
+            self._release_unparked(holding)
         finally:
             group.lock.release()
         return True
+
+    def _release_unparked(self, holding: Holding) -> None:
+        """After a failed park some ranks may hold the weights on the device and others not: none shall hold them."""
+        try:
+            self._release(holding.group, holding.key)
+        except RankError as error:
+            logger.warning("releasing %s failed; its ranks were ended. %s", holding.label, error)
+            self.ledger.drop(holding.group, holding.key)
 
     def retain(self, spec: ModelSpec) -> None:
         """Notes one more object that stands for `spec`; each is followed by one `drop_reference`."""

@@ -9,7 +9,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 
-from ..max_memory import WEIGHTS_SHARE, parse_max_memory
+from ..errors import UserError
+from ..max_memory import DISK, HOST, WEIGHTS_SHARE, format_bytes, format_entry, parse_max_memory
 from ..plan import ParallelPlan
 from ..protocol import PlaceTransformer, Request
 from .group import GroupKey
@@ -53,10 +54,21 @@ class PlacedTransformerSpec(TransformerSpec):
 
 
 def placed(spec: TransformerSpec, plan: ParallelPlan, capacities: Sequence[int]) -> PlacedTransformerSpec:
-    """`spec` with its layers placed as `plan` says, over devices with so many bytes of memory."""
+    """`spec` with its layers placed as `plan` says, over devices with so many bytes of memory.
+
+    `UserError` for limits that cannot hold the weights whatever is free.
+    """
+    limits = parse_max_memory(plan.max_memory, plan.devices)
+    granted = sum(limits.values())
+    if {*plan.devices, HOST} <= limits.keys() and granted < spec.num_bytes:
+        raise UserError(
+            f"The weights take {format_bytes(spec.num_bytes)}, and max_memory {plan.max_memory!r} allows "
+            f"{format_bytes(granted)} in all. Raise a limit, or add '{format_entry(DISK, spec.num_bytes - granted)}', "
+            "which leaves that part in the model's files (slow)."
+        )
     return PlacedTransformerSpec(
         **{item.name: getattr(spec, item.name) for item in fields(spec)},
-        limits=tuple(sorted(parse_max_memory(plan.max_memory, plan.devices).items())),
+        limits=tuple(sorted(limits.items())),
         capacities=tuple(capacities),
     )
 

@@ -140,7 +140,8 @@ class RemoteTransformer:
         self.statistics.num_steps += 1
         self.statistics.seconds += seconds
         graphs = max(int(reply.data["graphs"]) for reply in replies)
-        self.statistics.compiled = f"{graphs} graphs compiled in this step of {seconds:.0f} s" if graphs else ""
+        noun = "graph" if graphs == 1 else "graphs"
+        self.statistics.compiled = f"{graphs} {noun} compiled in this step of {seconds:.0f} s" if graphs else ""
         batches = max(len(batches) for batches in assignments)
         self.statistics.num_batches = max(self.statistics.num_batches, batches)
         for reply in replies:

@@ -21,7 +21,7 @@ from ..plan import RunMode
 from ..protocol import CheckMode, Forward, LoadTransformer, Request
 from .loading import LoadedTransformer, Part, Weights, from_files, load_transformer
 from .redivide import from_ranks
-from .shared_weights import let_go
+from .shared_weights import is_shared, let_go
 from .store import StoredModel
 from .worker import Handler, Inputs, Result, Worker, torch_dtype
 
@@ -117,7 +117,7 @@ def run_batches(
     replica, place = divmod(worker.rank, mode.ranks_per_replica)
     outputs: dict[str, torch.Tensor] = {}
     graphs = num_graphs()
-    with torch.inference_mode():
+    with torch.no_grad() if is_shared(model) else torch.inference_mode():  # FSDP2 counts versions of what it collects
         for batch in request.assignments[replica]:
             rows, shared = _gather(batch, request.calls, tensors)
             output = family.finish(model(**family.prepare(rows, shared)))

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -24,9 +26,9 @@ SECONDS = 5.0
 """From the death to the failed prompt, and from ComfyUI's death to that of the last rank."""
 
 
-def sample(comfy: Comfy) -> torch.Tensor:
+def sample(comfy: Comfy, case: Case = QUICK) -> torch.Tensor:
     graph = Graph()
-    return comfy.latents(graph, ksampler(graph, load_parallel(graph, PLANS[PLAN]), QUICK))
+    return comfy.latents(graph, ksampler(graph, load_parallel(graph, PLANS[PLAN]), case))
 
 
 def two(comfy: Comfy) -> list[int]:
@@ -97,6 +99,20 @@ def test_a_rank_dies_while_starting(comfy: Comfy) -> None:
     kill(second)
     died = time.monotonic()
     assert_failed_with_the_cause(comfy.client.wait(prompt_id), died, comfy)
+    assert torch.equal(sample(comfy), before)
+
+
+def test_a_rank_dies_while_weights_are_parked(comfy: Comfy) -> None:
+    """ComfyUI parks between two prompts, where nobody waits for an error: it must not end ComfyUI's own worker."""
+    before = sample(comfy)
+    logged = len(comfy.log())
+    first, _ = two(comfy)
+    os.kill(first, signal.SIGSTOP)
+    comfy.client.free(unload_models=True, free_memory=False)
+    time.sleep(1.0)  # the rank cannot answer: the park is under way
+    kill(first)
+    wait_until(lambda: "parking" in comfy.log()[logged:], seconds=SECONDS, what="the log says that parking failed")
+    assert not torch.equal(sample(comfy, replace(QUICK, seed=99)), before), "another seed: no cache can answer it"
     assert torch.equal(sample(comfy), before)
 
 

@@ -28,11 +28,12 @@ def test_the_nodes_show_which_layer_lies_where(comfy: Comfy) -> None:
 
 
 def test_a_model_without_room_is_refused_with_numbers(comfy: Comfy) -> None:
-    graph = Graph()
+    graph, ranks = Graph(), comfy.ranks()
     sampler = ksampler(graph, load_parallel(graph, {**PLAN, "max_memory": "0:100kB,1:200kB,cpu:0GB"}), ONE_ROW)
     graph.add("TestSaveLatent", samples=sampler, name="never")
     text = comfy.failure(graph)
-    assert "transformer does not fit: it needs 2 MB" in text and "without the limits in max_memory" in text
+    assert "The weights take 2 MB" in text and "allows 300 kB in all" in text
+    assert comfy.ranks() == ranks, "nothing was started for it"
 
 
 def test_changing_the_strategy_gives_the_former_groups_memory_back(comfy: Comfy) -> None:

@@ -179,7 +179,7 @@ def test_on_gpus_with_host_and_files_behind_them(tiny_flux: Path, limits: dict[s
 
 
 def test_what_does_not_fit_is_refused_before_it_is_read(engine: Engine, tiny_flux: Path) -> None:
-    model = placed_remote(engine, tiny_flux, "0:100KB,1:200KB,cpu:300KB")
+    model = placed_remote(engine, tiny_flux, "0:800KB,1:800KB,cpu:450KB")  # enough, but for the guests' own room
     before = number_of_loads(engine, model)
     with pytest.raises(RankUserError, match=r"transformer does not fit: it needs 2 MB and .* without the limits"):
         model.ensure_loaded()
@@ -187,7 +187,9 @@ def test_what_does_not_fit_is_refused_before_it_is_read(engine: Engine, tiny_flu
     assert not holds(engine, model)
 
 
-def test_a_wrong_plan_starts_nothing() -> None:
+def test_a_wrong_plan_starts_nothing(engine: Engine, tiny_flux: Path) -> None:
+    with pytest.raises(UserError, match=r"take 2 MB, and max_memory .* allows 600 kB in all.* 'disk:2MB'"):
+        placed_remote(engine, tiny_flux, "0:100KB,1:200KB,cpu:300KB")
     with pytest.raises(UserError, match=r"compile is 'default'.*'device_map'"):
         ParallelPlan(devices=TWO, strategy="device_map", compile="default")
     with pytest.raises(UserError, match=r"max_memory names device '2'"):

@@ -234,6 +234,15 @@ def test_shared_weights_take_their_part_and_can_be_parked(engine: Engine, tiny_f
     assert_close(model.evaluate(calls, label="forward"), expected(calls))
 
 
+def test_one_ranks_weights_can_lie_in_host_memory(engine: Engine, tiny_flux: Path) -> None:
+    plan = ParallelPlan(devices=("cpu:0",), shard_weights=True, max_memory="0:1KB")
+    model = remote(engine, tiny_flux, plan, offload=True)
+    calls = [call(1, text=3)]
+    assert_close(model.evaluate(calls, label="forward"), expected(calls))
+    (held,) = (rank[model.spec.key] for rank in ledger(engine, model))
+    assert held["device_bytes"] == 0 < held["host_bytes"]
+
+
 @pytest.mark.slow
 @pytest.mark.skipif(not shutil.which("g++"), reason="torch.compile needs a C++ compiler on CPU ranks")
 def test_compiled_blocks_give_the_same_numbers_and_say_when_they_compile(engine: Engine, tiny_flux: Path) -> None:
