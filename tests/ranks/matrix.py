@@ -71,7 +71,7 @@ _QWEN_INPUTS: dict[str, dict[str, Any]] = {
 }
 
 _VIDEO_INPUTS: dict[str, dict[str, Any]] = {
-    "even": {"text": 16, "frames": 2, "size": [4, 4]},
+    "even, text 511": {"text": 511, "frames": 2, "size": [4, 4]},
     "odd frames": {"batch": 2, "text": 77, "frames": 3, "size": [3, 5]},
     "one frame": {"text": 1, "size": [5, 5]},
     "batch 3": {"batch": 3, "text": 600, "frames": 3, "size": [3, 3]},
