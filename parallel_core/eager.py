@@ -1,4 +1,6 @@
-"""Marks what torch.compile must leave as it is: collectives, whose sizes and groups it would freeze into a graph."""
+"""Marks what torch.compile must leave as it is: collectives, whose sizes and groups it would freeze into a graph, and
+the hooks that note what a forward's sizes and masks are.
+"""
 
 from __future__ import annotations
 

@@ -42,6 +42,11 @@ def check_compiler(device: torch.device) -> None:
             "compile needs a C++ compiler on CPU ranks, and neither g++ nor clang++ was found. Set compile to 'off', "
             "or install one."
         )
+    if device.type == "cpu" and " " in torch.__file__:
+        raise UserError(
+            "compile does not work on CPU ranks here: PyTorch's compiler does not find its own libraries in a folder with "
+            f"a space in its path ({torch.__file__}). Set compile to 'off'."
+        )
     if device.type == "cuda" and importlib.util.find_spec("triton") is None:
         raise UserError(
             "compile needs triton on GPUs, which is not in the ranks' environment. Set compile to 'off', or install it."

@@ -16,6 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from .. import upstream
 from ..attention import SequenceParallel, context_parallel_attention
 from ..attention_backends import backend_named
+from ..eager import eager
 from ..errors import UserError
 from ..families.base import Family
 from ..plan import RunMode
@@ -106,6 +107,7 @@ def _split_hook(
     parameters = list(inspect.signature(type(module).forward).parameters)[1:]
     segments, masks = family.cp_segments, family.cp_masks
 
+    @eager
     def split(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[()], dict[str, Any]]:
         arguments = {**dict(zip(parameters, args, strict=False)), **kwargs}
         planned = {
@@ -137,6 +139,7 @@ def _stays_whole(name: str, rule: Any, arguments: Mapping[str, Any], family: Fam
 
 
 def _split_output_hook(sequence: SequenceParallel, rules: Rules) -> Callable[..., tuple[Tensor, ...]]:
+    @eager
     def split(module: nn.Module, args: tuple[Any, ...], output: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         for index, rule in rules.items():
             if rule.expected_dims not in (None, output[index].dim()):
@@ -153,6 +156,7 @@ def _split_output_hook(sequence: SequenceParallel, rules: Rules) -> Callable[...
 
 
 def _gather_hook(sequence: SequenceParallel, rule: Any) -> Callable[..., Tensor]:
+    @eager
     def gather(module: nn.Module, args: tuple[Any, ...], output: Tensor) -> Tensor:
         return sequence.gather(output, rule.gather_dim, SAMPLE)
 

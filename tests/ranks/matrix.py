@@ -6,13 +6,19 @@ A cell (a model, a mode, an input) gives the numbers of one rank, or the mode is
 from __future__ import annotations
 
 import math
+import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
+
 from parallel_core.errors import UserError
 from parallel_core.plan import ParallelPlan
 from tests.tiny_models import family_of, full_config
+
+CAN_COMPILE = shutil.which("g++") is not None and " " not in torch.__file__
+NO_COMPILER = "torch.compile needs g++ on CPU ranks, and a PyTorch whose path has no space in it"
 
 SHARED = {"shard_weights": True}
 OFFLOADED = {"shard_weights": True, "offload": True}

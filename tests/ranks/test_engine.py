@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 import struct
 from dataclasses import replace
 from pathlib import Path
@@ -16,6 +15,7 @@ from parallel_core.families.base import SeamCall
 from parallel_core.families.flux import FAMILY
 from parallel_core.plan import ParallelPlan
 from tests.ranks.engines import make_engine
+from tests.ranks.matrix import CAN_COMPILE, NO_COMPILER
 from tests.ranks.remote_flux import (
     CONFIG,
     FOUR,
@@ -244,7 +244,7 @@ def test_one_ranks_weights_can_lie_in_host_memory(engine: Engine, tiny_flux: Pat
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(not shutil.which("g++"), reason="torch.compile needs a C++ compiler on CPU ranks")
+@pytest.mark.skipif(not CAN_COMPILE, reason=NO_COMPILER)
 def test_compiled_blocks_give_the_same_numbers_and_say_when_they_compile(engine: Engine, tiny_flux: Path) -> None:
     model = remote(engine, tiny_flux, ParallelPlan(devices=TWO, ulysses=2, compile="default"))
     model.ensure_loaded()
