@@ -44,8 +44,8 @@ def check_compiler(device: torch.device) -> None:
         )
     if device.type == "cpu" and " " in torch.__file__:
         raise UserError(
-            "compile does not work on CPU ranks here: PyTorch's compiler does not find its own libraries in a folder with "
-            f"a space in its path ({torch.__file__}). Set compile to 'off'."
+            "compile does not work on CPU ranks here: PyTorch's compiler does not find its own libraries in a folder "
+            f"with a space in its path ({torch.__file__}). Set compile to 'off'."
         )
     if device.type == "cuda" and importlib.util.find_spec("triton") is None:
         raise UserError(
