@@ -216,7 +216,12 @@ def masked_5b(graph: Graph, model: Node, case: WanCase) -> Node:
 
 
 def easy_cache(graph: Graph, model: Node, case: WanCase) -> Node:
-    """ComfyUI skips the transformer in steps that change little."""
+    """ComfyUI skips the transformer in steps that change little.
+
+    The shift is set here too: EasyCache reads the sampling of the run before where a workflow sets none of its own, so
+    that its picture, with any MODEL, would depend on what ran before.
+    """
+    model = graph.add("ModelSamplingSD3", model=model, shift=5.0)
     return text_to_video(graph, graph.add("EasyCache", model=model, **EASY_CACHE), case)
 
 
