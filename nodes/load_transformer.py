@@ -17,7 +17,7 @@ from ..parallel_core.errors import UserError
 from ..parallel_core.families.base import Family
 from ..parallel_core.families.registry import find_family
 from ..parallel_core.host import host_memory
-from ..parallel_core.max_memory import HOST, format_bytes, parse_max_memory
+from ..parallel_core.max_memory import HOST, WEIGHTS_SHARE, format_bytes, parse_max_memory
 from ..parallel_core.plan import ParallelPlan, resolve
 from .listing import find_model, list_models
 from .parallel_config import ParallelConfigType, default_plan
@@ -26,8 +26,6 @@ from .runtime import engine, say
 
 WEIGHT_DTYPES = ("default", "bfloat16", "float16", "float32")
 _BYTES = {"float64": 8, "float32": 4, "float16": 2, "bfloat16": 2}
-_FIT_SHARE = 0.75
-"""The part of a device's memory that weights may take: the rest is for activations."""
 
 
 def inspect_model(model_name: str, weight_dtype: str) -> tuple[Checkpoint, Family]:
@@ -51,7 +49,7 @@ def make_remote(model_name: str, weight_dtype: str, plan: ParallelPlan) -> Remot
     config = family.full_config(checkpoint.config)
     dtype = checkpoint.dtype if weight_dtype == "default" else weight_dtype
     num_bytes = _weight_bytes(checkpoint, family, dtype)
-    room = int(_FIT_SHARE * min(engine().total_memory(device, plan.world_size) for device in plan.devices))
+    room = int(WEIGHTS_SHARE * min(engine().total_memory(device, plan.world_size) for device in plan.devices))
     fits = num_bytes <= room
     chosen = resolve(plan, rows=1, heads=family.tensor_units(config), fits_one_device=fits).plan
     family.check_plan(config, chosen)

@@ -161,8 +161,6 @@ class _Seam:
         self._remote = remote
         self._model = weakref.ref(model)  # the model holds this object: a cycle would delay the release of the weights
         self._signature = inspect.signature(original)
-        variable = [p.name for p in self._signature.parameters.values() if p.kind is inspect.Parameter.VAR_KEYWORD]
-        self._rest = variable[0] if variable else ""  # the name of the original's **kwargs
         self._dispatch = _Dispatch(remote)
 
     def __call__(self, *args: Any, **kwargs: Any) -> torch.Tensor:
