@@ -1,8 +1,6 @@
 """Writes tiny FLUX folders in the diffusers layout, for tests.
 
-Owns: what a tiny Flux looks like on disk (config, scheduler, seeded random weights). The weights are scaled so that
-every path of the network matters: modulation, gates and norms are far from their initial values, so that a wrong shard,
-a swapped scale or a lost bias changes the result by far more than rounding does. Needs diffusers, so it runs in the
+Owns: what a tiny Flux looks like on disk (config, scheduler, seeded random weights). Needs diffusers, so it runs in the
 ranks' interpreter.
 Does not know: ComfyUI, ranks, plans.
 """
@@ -10,12 +8,13 @@ Does not know: ComfyUI, ranks, plans.
 from __future__ import annotations
 
 import json
-import math
 import struct
 from pathlib import Path
 
 import torch
 from diffusers import FlowMatchEulerDiscreteScheduler, FluxTransformer2DModel
+
+from tests.tiny_weights import fill
 
 # 2 + 2 blocks, 4 heads of 16: 0.5 M parameters, milliseconds a forward, and heads that 1, 2 and 4 ranks can share.
 TINY = {
@@ -35,16 +34,7 @@ TINY = {
 def build_transformer(*, seed: int = 0, dtype: torch.dtype = torch.float32, **config: object) -> FluxTransformer2DModel:
     """A seeded random transformer; `config` overrides fields of TINY (diffusers' own names)."""
     model = FluxTransformer2DModel(**{**TINY, **config})
-    generator = torch.Generator().manual_seed(seed)
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            noise = torch.randn(parameter.shape, generator=generator)
-            if parameter.ndim == 1 and name.endswith("weight"):  # RMS norms: around one
-                parameter.copy_(1 + 0.3 * noise)
-            elif parameter.ndim == 1:
-                parameter.copy_(0.2 * noise)
-            else:  # unit gain, so that activations keep their size through the blocks
-                parameter.copy_(noise / math.sqrt(parameter.shape[1]))
+    fill(model, seed)
     return model.eval() if dtype == torch.float32 else model.to(dtype).eval()
 
 

@@ -1,18 +1,19 @@
 """Writes tiny Qwen-Image folders in the diffusers layout, for tests.
 
-Owns: what a tiny Qwen-Image looks like on disk (config, scheduler, seeded random weights). The weights are scaled so
-that every path of the network matters, as in tiny_flux.py. Needs diffusers, so it runs in the ranks' interpreter.
+Owns: what a tiny Qwen-Image looks like on disk (config, scheduler, seeded random weights). Needs diffusers, so
+it runs in the ranks' interpreter.
 Does not know: ComfyUI, ranks, plans.
 """
 
 from __future__ import annotations
 
 import json
-import math
 from pathlib import Path
 
 import torch
 from diffusers import FlowMatchEulerDiscreteScheduler, QwenImageTransformer2DModel
+
+from tests.tiny_weights import fill
 
 # 3 blocks, 4 heads of 16: 0.4 M parameters, milliseconds a forward, and heads that 1, 2 and 4 ranks can share.
 TINY = {
@@ -29,16 +30,7 @@ def build_transformer(
 ) -> QwenImageTransformer2DModel:
     """A seeded random transformer; `config` overrides fields of TINY (diffusers' own names)."""
     model = QwenImageTransformer2DModel(**{**TINY, **config})
-    generator = torch.Generator().manual_seed(seed)
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            noise = torch.randn(parameter.shape, generator=generator)
-            if parameter.ndim == 1 and name.endswith("weight"):  # RMS norms: around one
-                parameter.copy_(1 + 0.3 * noise)
-            elif parameter.ndim == 1:
-                parameter.copy_(0.2 * noise)
-            else:  # unit gain, so that activations keep their size through the blocks
-                parameter.copy_(noise / math.sqrt(parameter.shape[1]))
+    fill(model, seed)
     return model.to(dtype).eval()
 
 

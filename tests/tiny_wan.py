@@ -1,8 +1,7 @@
 """Writes tiny Wan folders in the diffusers layout, for tests.
 
-Owns: what each variant of a tiny Wan looks like on disk (config, scheduler, seeded random weights). As in tiny_flux,
-the weights are far from their initial values, so that every path of the network matters. Needs diffusers, so it runs in
-the ranks' interpreter.
+Owns: what each variant of a tiny Wan looks like on disk (config, scheduler, seeded random weights). Needs diffusers, so
+it runs in the ranks' interpreter.
 Does not know: ComfyUI, ranks, plans.
 """
 
@@ -16,6 +15,8 @@ from typing import Any
 import torch
 from diffusers import FlowMatchEulerDiscreteScheduler, WanTransformer3DModel
 from safetensors.torch import load_file, save_file
+
+from tests.tiny_weights import fill
 
 WEIGHTS = "diffusion_pytorch_model.safetensors"
 
@@ -61,18 +62,7 @@ def build_transformer(
 ) -> WanTransformer3DModel:
     """A seeded random transformer; `config` overrides fields (diffusers' own names)."""
     model = WanTransformer3DModel(**{**TINY, **VARIANTS[variant], **config})
-    generator = torch.Generator().manual_seed(seed)
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            noise = torch.randn(parameter.shape, generator=generator)
-            if parameter.ndim == 1 and name.endswith("weight"):  # norms: around one
-                parameter.copy_(1 + 0.3 * noise)
-            elif parameter.ndim == 1:
-                parameter.copy_(0.2 * noise)
-            elif name.endswith(("scale_shift_table", "pos_embed")):
-                parameter.copy_(0.5 * noise)
-            else:  # unit gain, so that activations keep their size through the blocks
-                parameter.copy_(noise / math.sqrt(parameter[0].numel()))
+    fill(model, seed)
     return model.eval() if dtype == torch.float32 else model.to(dtype).eval()
 
 

@@ -14,7 +14,7 @@ import torch
 from ..errors import UserError
 from ..plan import ParallelPlan
 from .base import ComfySide, Config, Family, SeamCall
-from .common import linear, refuse_uneven
+from .common import first_output, joint_lengths, linear, refuse_uneven
 
 _PATCH = 2
 _TIME_CHANNELS = 256
@@ -99,10 +99,6 @@ def _single_block_shapes(block: str, config: Config) -> dict[str, tuple[int, ...
 def _check_plan(config: Config, plan: ParallelPlan) -> None:
     heads = _num_heads(config)
     refuse_uneven(f"{heads} attention heads", heads, plan.tensor)
-
-
-def _segment_lengths(config: Config, call: SeamCall) -> dict[str, int]:
-    return {"encoder_hidden_states": call.rows["txt"].shape[1], "hidden_states": call.rows["img"].shape[1]}
 
 
 def _activation_bytes(config: Config, call: SeamCall, element_size: int) -> int:
@@ -196,11 +192,6 @@ def _prepare(rows: Mapping[str, torch.Tensor], shared: Mapping[str, torch.Tensor
     }
 
 
-def _finish(output: Any) -> torch.Tensor:
-    tensor: torch.Tensor = output[0]
-    return tensor
-
-
 def _embed_times_as_comfyui(model: torch.nn.Module) -> None:
     """Makes the embeddings of time and guidance start from the values that ComfyUI's own model starts from.
 
@@ -254,9 +245,9 @@ FAMILY = Family(
         check_conditioning=_check_conditioning,
     ),
     prepare=_prepare,
-    finish=_finish,
+    finish=first_output,
     on_loaded=_embed_times_as_comfyui,
-    segment_lengths=_segment_lengths,
+    segment_lengths=joint_lengths,
     cp_segments=("encoder_hidden_states", "hidden_states"),
     tp_replicated_output=(
         "transformer_blocks.*.norm1.linear",

@@ -14,7 +14,7 @@ import torch
 from ..errors import UserError
 from ..plan import ParallelPlan
 from .base import Config, Family, SeamCall
-from .common import linear, refuse_uneven
+from .common import first_output, joint_lengths, linear, refuse_uneven
 from .qwen_comfy import COMFY_SIDE, LATENT_CHANNELS, PATCH
 
 _TIME_CHANNELS = 256
@@ -100,10 +100,6 @@ def _check_plan(config: Config, plan: ParallelPlan) -> None:
     refuse_uneven(f"{heads} attention heads", heads, plan.tensor)
 
 
-def _segment_lengths(config: Config, call: SeamCall) -> dict[str, int]:
-    return {"encoder_hidden_states": call.rows["txt"].shape[1], "hidden_states": call.rows["img"].shape[1]}
-
-
 def _activation_bytes(config: Config, call: SeamCall, element_size: int) -> int:
     """The widest point is a block's attention: 14.4 widths of a token were measured, 16.5 with references at time zero
     (every token then has a modulation of its own)."""
@@ -131,11 +127,6 @@ def _prepare(rows: Mapping[str, torch.Tensor], shared: Mapping[str, torch.Tensor
         "txt_ids": shared["txt_ids"],
         "return_dict": False,
     }
-
-
-def _finish(output: Any) -> torch.Tensor:
-    tensor: torch.Tensor = output[0]
-    return tensor
 
 
 def _follow_comfyui(model: torch.nn.Module) -> None:
@@ -198,10 +189,10 @@ FAMILY = Family(
     activation_bytes=_activation_bytes,
     comfy=COMFY_SIDE,
     prepare=_prepare,
-    finish=_finish,
+    finish=first_output,
     on_loaded=_follow_comfyui,
     cp_segments=("encoder_hidden_states", "hidden_states"),
-    segment_lengths=_segment_lengths,
+    segment_lengths=joint_lengths,
     mask_rows=("txt_mask",),
     cp_masks={"encoder_hidden_states_mask": "encoder_hidden_states"},
     tp_replicated_output=(

@@ -14,8 +14,8 @@ from typing import Any
 from ..errors import UserError
 from ..plan import ParallelPlan
 from .base import ComfySide, Config, Family, SeamCall
-from .common import refuse_uneven
-from .wan_rank import finish, prepare, set_up
+from .common import first_output, refuse_uneven
+from .wan_rank import prepare, set_up
 from .wan_shapes import expected_shapes, inner_dim, out_channels
 
 _PATCH = (1, 2, 2)
@@ -169,7 +169,7 @@ FAMILY = Family(
         check_conditioning=_check_conditioning,
     ),
     prepare=prepare,
-    finish=finish,
+    finish=first_output,
     on_loaded=set_up,
     cp_segments=("hidden_states",),
     segment_lengths=_segment_lengths,

@@ -29,12 +29,6 @@ def prepare(rows: Mapping[str, Tensor], shared: Mapping[str, Tensor]) -> dict[st
     }
 
 
-def finish(output: Any) -> Tensor:
-    """The video, [B, C, T, H, W]."""
-    tensor: Tensor = output[0]
-    return tensor
-
-
 def _token_times(times: Tensor, tokens: int) -> Tensor:
     """[B] or [B, frames] -> [B], or [B, tokens] where frames have times of their own.
 
