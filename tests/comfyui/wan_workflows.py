@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from tests.comfyui.graphs import Graph, Node
-from tests.comfyui.workflows import EASY_CACHE
+from tests.comfyui.workflows import EASY_CACHE, sample, sample_part
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,6 +28,7 @@ class WanCase:
     cfg: float = 3.0
     sampler: str = "euler"
     steps: int = 4
+    denoise: float = 1.0
     seed: int = 11
     image_tokens: int = 257
     """Of the CLIP vision output; 0: none."""
@@ -38,23 +39,6 @@ def prompts(graph: Graph, case: WanCase) -> tuple[Node, Node]:
     positive = graph.add("TestConditioning", tokens=case.tokens, seed=100, pooled=0)
     negative = graph.add("TestConditioning", tokens=case.negative_tokens, seed=200, pooled=0)
     return positive, negative
-
-
-def sample(graph: Graph, model: Node, case: WanCase, positive: Any, negative: Any, latent: Any) -> Node:
-    """KSampler with the settings of `case`."""
-    return graph.add(
-        "KSampler",
-        model=model,
-        positive=positive,
-        negative=negative,
-        latent_image=latent,
-        seed=case.seed,
-        steps=case.steps,
-        cfg=case.cfg,
-        sampler_name=case.sampler,
-        scheduler="simple",
-        denoise=1.0,
-    )
 
 
 def _size(case: WanCase) -> dict[str, int]:
@@ -227,29 +211,9 @@ def easy_cache(graph: Graph, model: Node, case: WanCase) -> Node:
 
 def two_experts(graph: Graph, models: tuple[Node, Node], case: WanCase) -> Node:
     """Wan 2.2: the first half of the steps by one transformer, the second by the other."""
-    positive, negative = prompts(graph, case)
-
-    def part(model: Node, latent: Node, start: int, end: int, first: bool) -> Node:
-        return graph.add(
-            "KSamplerAdvanced",
-            model=model,
-            positive=positive,
-            negative=negative,
-            latent_image=latent,
-            add_noise="enable" if first else "disable",
-            return_with_leftover_noise="enable" if first else "disable",
-            noise_seed=case.seed,
-            steps=case.steps,
-            cfg=case.cfg,
-            sampler_name=case.sampler,
-            scheduler="simple",
-            start_at_step=start,
-            end_at_step=end,
-        )
-
-    middle = case.steps // 2
-    high = part(models[0], empty_latent(graph, case), 0, middle, first=True)
-    return part(models[1], high, middle, 10000, first=False)
+    both, middle = prompts(graph, case), case.steps // 2
+    high = sample_part(graph, models[0], case, both, empty_latent(graph, case), 0, middle, first=True)
+    return sample_part(graph, models[1], case, both, high, middle, 10000, first=False)
 
 
 WORKFLOWS = {

@@ -7,12 +7,22 @@ reference MODEL and ours, since only the loader differs. Does not know: which MO
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 from tests.comfyui.graphs import Graph, Node
 
 EASY_CACHE: dict[str, Any] = {"reuse_threshold": 2.0, "start_percent": 0.1, "end_percent": 0.95, "verbose": False}
 """Skips about half the steps of the tiny random model."""
+
+
+class Sampling(Protocol):
+    """What the samplers take of a case of any family."""
+
+    seed: int
+    steps: int
+    cfg: float
+    sampler: str
+    denoise: float
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,7 +64,7 @@ def empty_latent(graph: Graph, case: Case) -> Node:
     return graph.add("EmptyLatentImage", width=case.width, height=case.height, batch_size=case.batch)
 
 
-def sample(graph: Graph, model: Node, case: Case, positive: Node, negative: Node, latent: Node) -> Node:
+def sample(graph: Graph, model: Node, case: Sampling, positive: Node, negative: Node, latent: Node) -> Node:
     """KSampler with the settings of `case`."""
     return graph.add(
         "KSampler",
@@ -71,33 +81,45 @@ def sample(graph: Graph, model: Node, case: Case, positive: Node, negative: Node
     )
 
 
+def sample_part(
+    graph: Graph,
+    model: Node,
+    case: Sampling,
+    prompts: tuple[Node, Node],
+    latent: Node,
+    start: int,
+    end: int,
+    *,
+    first: bool,
+) -> Node:
+    """KSamplerAdvanced for some of the steps; all but the first part go on from a noisy latent."""
+    return graph.add(
+        "KSamplerAdvanced",
+        model=model,
+        positive=prompts[0],
+        negative=prompts[1],
+        latent_image=latent,
+        add_noise="enable" if first else "disable",
+        return_with_leftover_noise="enable" if first else "disable",
+        noise_seed=case.seed,
+        steps=case.steps,
+        cfg=case.cfg,
+        sampler_name=case.sampler,
+        scheduler="simple",
+        start_at_step=start,
+        end_at_step=end,
+    )
+
+
 def ksampler(graph: Graph, model: Node, case: Case) -> Node:
     return sample(graph, model, case, *prompts(graph, case), empty_latent(graph, case))
 
 
 def ksampler_advanced(graph: Graph, model: Node, case: Case) -> Node:
     """Two KSamplers that share the steps: the second goes on from the first one's noisy latent."""
-    positive, negative = prompts(graph, case)
-
-    def part(latent: Node, start: int, end: int, first: bool) -> Node:
-        return graph.add(
-            "KSamplerAdvanced",
-            model=model,
-            positive=positive,
-            negative=negative,
-            latent_image=latent,
-            add_noise="enable" if first else "disable",
-            return_with_leftover_noise="enable" if first else "disable",
-            noise_seed=case.seed,
-            steps=case.steps,
-            cfg=case.cfg,
-            sampler_name=case.sampler,
-            scheduler="simple",
-            start_at_step=start,
-            end_at_step=end,
-        )
-
-    return part(part(empty_latent(graph, case), 0, 2, first=True), 2, 10000, first=False)
+    both = prompts(graph, case)
+    noisy = sample_part(graph, model, case, both, empty_latent(graph, case), 0, 2, first=True)
+    return sample_part(graph, model, case, both, noisy, 2, 10000, first=False)
 
 
 def sampler_custom(graph: Graph, model: Node, case: Case, guider: Node) -> Node:

@@ -6,8 +6,6 @@ diffusers files.
 Does not know: the product.
 """
 
-# ruff: noqa: N802 (INPUT_TYPES is ComfyUI's name)
-
 from __future__ import annotations
 
 import dataclasses
@@ -20,9 +18,9 @@ import comfy.model_detection
 import comfy.model_management
 import comfy.model_patcher
 import comfy.supported_models
-import folder_paths
 import torch
-from safetensors.torch import load_file
+
+from .reference_loader import ReferenceLoader, read_weights
 
 
 def unet_config(config: dict[str, Any]) -> dict[str, Any]:
@@ -55,9 +53,7 @@ def build_model(folder: Path, dtype: torch.dtype) -> Any:
     declared = comfy.supported_models.Flux if config["guidance_embed"] else comfy.supported_models.FluxSchnell
     model_config = declared(config)
     model_config.set_inference_dtype(dtype, None)
-    weights: dict[str, torch.Tensor] = {}
-    for shard in sorted(folder.glob("*.safetensors")):
-        weights.update(load_file(shard))
+    weights = read_weights(folder)
     weights = {name: tensor.to(dtype) for name, tensor in weights.items()}
     converted = comfy.model_detection.convert_diffusers_mmdit(weights, "")
     model = model_config.get_model(converted, "", device=torch.device("cpu"))
@@ -68,26 +64,9 @@ def build_model(folder: Path, dtype: torch.dtype) -> Any:
     return model.eval()
 
 
-class TestReferenceFlux:
-    RETURN_TYPES = ("MODEL",)
-    FUNCTION = "load"
-    CATEGORY = "test"
-
-    @classmethod
-    def INPUT_TYPES(cls) -> dict[str, Any]:
-        return {"required": {"model_name": ("STRING", {}), "dtype": (["float32", "bfloat16"], {})}}
-
-    def load(self, model_name: str, dtype: str) -> tuple[Any]:
-        folder = Path(folder_paths.get_folder_paths("diffusers")[0]) / model_name
-        if (folder / "transformer").is_dir():
-            folder = folder / "transformer"
-        model = build_model(folder, getattr(torch, dtype))
-        patcher = comfy.model_patcher.ModelPatcher(
-            model,
-            load_device=comfy.model_management.get_torch_device(),
-            offload_device=comfy.model_management.unet_offload_device(),
-        )
-        return (patcher,)
+class TestReferenceFlux(ReferenceLoader):
+    def build_model(self, folder: Path, dtype: torch.dtype) -> Any:
+        return build_model(folder, dtype)
 
 
 NODES = {"TestReferenceFlux": TestReferenceFlux}

@@ -5,8 +5,6 @@ class is built with the folder's own numbers; the weights' names are the same in
 Does not know: the product.
 """
 
-# ruff: noqa: N802 (INPUT_TYPES is ComfyUI's name)
-
 from __future__ import annotations
 
 import json
@@ -16,9 +14,9 @@ from typing import Any
 import comfy.model_management
 import comfy.model_patcher
 import comfy.supported_models
-import folder_paths
 import torch
-from safetensors.torch import load_file
+
+from .reference_loader import ReferenceLoader, read_weights
 
 
 def unet_config(config: dict[str, Any]) -> dict[str, Any]:
@@ -34,9 +32,7 @@ def build_model(folder: Path, dtype: torch.dtype) -> Any:
     """A comfy.model_base.QwenImage with the weights of `folder` (that of config.json), computing in `dtype`."""
     model_config = comfy.supported_models.QwenImage(unet_config(json.loads((folder / "config.json").read_text())))
     model_config.set_inference_dtype(dtype, None)
-    weights: dict[str, torch.Tensor] = {}
-    for shard in sorted(folder.glob("*.safetensors")):
-        weights.update(load_file(shard))
+    weights = read_weights(folder)
     model = model_config.get_model({}, "", device=torch.device("cpu"))
     # Newer versions of ComfyUI mark the 2511 model by an empty buffer; diffusers' files have no such thing.
     weights.update({name: buffer for name, buffer in model.diffusion_model.named_buffers() if buffer.numel() == 0})
@@ -44,23 +40,9 @@ def build_model(folder: Path, dtype: torch.dtype) -> Any:
     return model.eval()
 
 
-class TestReferenceQwen:
-    RETURN_TYPES = ("MODEL",)
-    FUNCTION = "load"
-    CATEGORY = "test"
-
-    @classmethod
-    def INPUT_TYPES(cls) -> dict[str, Any]:
-        return {"required": {"model_name": ("STRING", {}), "dtype": (["float32", "bfloat16"], {})}}
-
-    def load(self, model_name: str, dtype: str) -> tuple[Any]:
-        folder = Path(folder_paths.get_folder_paths("diffusers")[0]) / model_name / "transformer"
-        patcher = comfy.model_patcher.ModelPatcher(
-            build_model(folder, getattr(torch, dtype)),
-            load_device=comfy.model_management.get_torch_device(),
-            offload_device=comfy.model_management.unet_offload_device(),
-        )
-        return (patcher,)
+class TestReferenceQwen(ReferenceLoader):
+    def build_model(self, folder: Path, dtype: torch.dtype) -> Any:
+        return build_model(folder, dtype)
 
 
 NODES = {"TestReferenceQwen": TestReferenceQwen}

@@ -5,8 +5,6 @@ built with the folder's own numbers, and the weights get the names of the origin
 Does not know: the product.
 """
 
-# ruff: noqa: N802 (INPUT_TYPES is ComfyUI's name)
-
 from __future__ import annotations
 
 import json
@@ -17,9 +15,9 @@ from typing import Any
 import comfy.model_management
 import comfy.model_patcher
 import comfy.supported_models
-import folder_paths
 import torch
-from safetensors.torch import load_file
+
+from .reference_loader import ReferenceLoader, read_weights
 
 RENAMED = (
     (r"^scale_shift_table", "head.modulation"),
@@ -85,34 +83,16 @@ def build_model(folder: Path, dtype: torch.dtype) -> Any:
     config = unet_config(json.loads((folder / "config.json").read_text()))
     model_config = declared_class(config)(config)
     model_config.set_inference_dtype(dtype, None)
-    weights: dict[str, torch.Tensor] = {}
-    for shard in sorted(folder.glob("*.safetensors")):
-        weights.update(load_file(shard))
+    weights = read_weights(folder)
     weights = {original_name(name): tensor for name, tensor in weights.items() if "norm_added_q" not in name}
     model = model_config.get_model(weights, "", device=torch.device("cpu"))
     model.diffusion_model.load_state_dict(weights)
     return model.eval()
 
 
-class TestReferenceWan:
-    RETURN_TYPES = ("MODEL",)
-    FUNCTION = "load"
-    CATEGORY = "test"
-
-    @classmethod
-    def INPUT_TYPES(cls) -> dict[str, Any]:
-        return {"required": {"model_name": ("STRING", {}), "dtype": (["float32", "bfloat16"], {})}}
-
-    def load(self, model_name: str, dtype: str) -> tuple[Any]:
-        folder = Path(folder_paths.get_folder_paths("diffusers")[0]) / model_name
-        if (folder / "transformer").is_dir():
-            folder = folder / "transformer"
-        patcher = comfy.model_patcher.ModelPatcher(
-            build_model(folder, getattr(torch, dtype)),
-            load_device=comfy.model_management.get_torch_device(),
-            offload_device=comfy.model_management.unet_offload_device(),
-        )
-        return (patcher,)
+class TestReferenceWan(ReferenceLoader):
+    def build_model(self, folder: Path, dtype: torch.dtype) -> Any:
+        return build_model(folder, dtype)
 
 
 NODES = {"TestReferenceWan": TestReferenceWan}
