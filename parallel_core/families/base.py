@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ..errors import UserError
+from .layout import FileLayout
 
 if TYPE_CHECKING:
     from ..plan import ParallelPlan
@@ -110,6 +111,8 @@ class Family:
     activation_bytes: Callable[[Config, SeamCall, int], int]
     """Peak activation bytes of one row, for an element size in bytes. An estimate from above."""
     comfy: ComfySide
+    files: FileLayout
+    """How its weights lie in single files, which is how ComfyUI's own model names them too."""
     prepare: Callable[[Mapping[str, torch.Tensor], Mapping[str, torch.Tensor]], dict[str, Any]]
     """(rows, shared) on the rank's device -> the arguments of the transformer's `forward`."""
     finish: Callable[[Any], torch.Tensor]

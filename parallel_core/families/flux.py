@@ -15,6 +15,7 @@ from ..errors import UserError
 from ..plan import ParallelPlan
 from .base import ComfySide, Config, Family, SeamCall
 from .common import first_output, joint_lengths, linear, refuse_uneven
+from .flux_files import FLUX_FILES
 
 _PATCH = 2
 _TIME_CHANNELS = 256
@@ -33,7 +34,7 @@ _DEFAULTS: dict[str, Any] = {
 }
 
 
-def _inner_dim(config: Config) -> int:
+def inner_dim(config: Config) -> int:
     return int(config["num_attention_heads"]) * int(config["attention_head_dim"])
 
 
@@ -45,9 +46,9 @@ def _out_channels(config: Config) -> int:
     return int(config.get("out_channels") or config["in_channels"])
 
 
-def _expected_shapes(config: Config) -> dict[str, tuple[int, ...]]:
+def expected_shapes(config: Config) -> dict[str, tuple[int, ...]]:
     """Names and shapes of diffusers' FluxTransformer2DModel."""
-    inner = _inner_dim(config)
+    inner = inner_dim(config)
     shapes = {
         **linear("x_embedder", inner, int(config["in_channels"])),
         **linear("context_embedder", inner, int(config["joint_attention_dim"])),
@@ -68,7 +69,7 @@ def _expected_shapes(config: Config) -> dict[str, tuple[int, ...]]:
 
 
 def _double_block_shapes(block: str, config: Config) -> dict[str, tuple[int, ...]]:
-    inner, head = _inner_dim(config), (int(config["attention_head_dim"]),)
+    inner, head = inner_dim(config), (int(config["attention_head_dim"]),)
     shapes: dict[str, tuple[int, ...]] = {}
     for name in ("norm1.linear", "norm1_context.linear"):
         shapes |= linear(f"{block}.{name}", 6 * inner, inner)
@@ -83,7 +84,7 @@ def _double_block_shapes(block: str, config: Config) -> dict[str, tuple[int, ...
 
 
 def _single_block_shapes(block: str, config: Config) -> dict[str, tuple[int, ...]]:
-    inner, head = _inner_dim(config), (int(config["attention_head_dim"]),)
+    inner, head = inner_dim(config), (int(config["attention_head_dim"]),)
     shapes = {
         **linear(f"{block}.norm.linear", 3 * inner, inner),
         **linear(f"{block}.proj_mlp", 4 * inner, inner),
@@ -104,7 +105,7 @@ def _check_plan(config: Config, plan: ParallelPlan) -> None:
 def _activation_bytes(config: Config, call: SeamCall, element_size: int) -> int:
     """The widest point is a single block: its input, q, k, v, the 4x MLP and their concatenation, about 16 widths."""
     tokens = call.rows["img"].shape[1] + call.rows["txt"].shape[1]
-    return 16 * tokens * _inner_dim(config) * element_size
+    return 16 * tokens * inner_dim(config) * element_size
 
 
 # -- ComfyUI's side ----------------------------------------------------------------------------------------------------
@@ -122,7 +123,7 @@ def _unet_config(config: Config) -> dict[str, Any]:
         "out_channels": _out_channels(config) // _PATCH**2,
         "vec_in_dim": int(config["pooled_projection_dim"]),
         "context_in_dim": int(config["joint_attention_dim"]),
-        "hidden_size": _inner_dim(config),
+        "hidden_size": inner_dim(config),
         "mlp_ratio": 4.0,
         "num_heads": _num_heads(config),
         "depth": int(config["num_layers"]),
@@ -223,7 +224,7 @@ FAMILY = Family(
     name="flux",
     transformer="diffusers:FluxTransformer2DModel",
     defaults=_DEFAULTS,
-    expected_shapes=_expected_shapes,
+    expected_shapes=expected_shapes,
     num_heads=_num_heads,
     check_plan=_check_plan,
     activation_bytes=_activation_bytes,
@@ -244,6 +245,7 @@ FAMILY = Family(
         ),
         check_conditioning=_check_conditioning,
     ),
+    files=FLUX_FILES,
     prepare=_prepare,
     finish=first_output,
     on_loaded=_embed_times_as_comfyui,

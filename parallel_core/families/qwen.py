@@ -16,6 +16,7 @@ from ..plan import ParallelPlan
 from .base import Config, Family, SeamCall
 from .common import first_output, joint_lengths, linear, refuse_uneven
 from .qwen_comfy import COMFY_SIDE, LATENT_CHANNELS, PATCH
+from .qwen_files import QWEN_FILES
 
 _TIME_CHANNELS = 256
 _THETA = 10000.0
@@ -54,7 +55,7 @@ def _num_heads(config: Config) -> int:
     return int(config["num_attention_heads"])
 
 
-def _expected_shapes(config: Config) -> dict[str, tuple[int, ...]]:
+def expected_shapes(config: Config) -> dict[str, tuple[int, ...]]:
     """Names and shapes of diffusers' QwenImageTransformer2DModel."""
     inner, text = _inner_dim(config), int(config["joint_attention_dim"])
     shapes = {
@@ -182,12 +183,13 @@ FAMILY = Family(
     name="qwen-image",
     transformer="diffusers:QwenImageTransformer2DModel",
     defaults=_DEFAULTS,
-    expected_shapes=_expected_shapes,
+    expected_shapes=expected_shapes,
     num_heads=_num_heads,
     check_config=_check_config,
     check_plan=_check_plan,
     activation_bytes=_activation_bytes,
     comfy=COMFY_SIDE,
+    files=QWEN_FILES,
     prepare=_prepare,
     finish=first_output,
     on_loaded=_follow_comfyui,

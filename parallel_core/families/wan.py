@@ -15,6 +15,7 @@ from ..errors import UserError
 from ..plan import ParallelPlan
 from .base import ComfySide, Config, Family, SeamCall
 from .common import first_output, refuse_uneven
+from .wan_files import WAN_FILES
 from .wan_rank import prepare, set_up
 from .wan_shapes import expected_shapes, inner_dim, out_channels
 
@@ -168,6 +169,7 @@ FAMILY = Family(
         ),
         check_conditioning=_check_conditioning,
     ),
+    files=WAN_FILES,
     prepare=prepare,
     finish=first_output,
     on_loaded=set_up,
