@@ -98,12 +98,14 @@ def compare(rank: int, world: int, folder: str, rounds: int) -> list[str]:
     import torch
 
     from parallel_core.families.flux import FAMILY
+    from parallel_core.model_file import ModelSource
     from parallel_core.parallelize import apply_plan
     from parallel_core.plan import RunMode
+    from parallel_core.storage import Storage
     from parallel_core.worker.loading import load_transformer
     from parallel_core.worker.meshes import MeshCache
 
-    model = load_transformer(Path(folder), FAMILY, torch.float32, torch.device("cpu")).model
+    model = load_transformer(ModelSource(Path(folder)), FAMILY, Storage("float32"), torch.device("cpu")).model
     arguments, meshes, lines = inputs(*COMPARED), MeshCache("cpu"), []
     shapes = [{"ring": 1, "ulysses": world}, {"ring": world, "ulysses": 1}]
     if world == 4:
@@ -128,18 +130,20 @@ def scale(rank: int, world: int, folder: str, rounds: int) -> list[str]:
     import torch
 
     from parallel_core.families.flux import FAMILY
+    from parallel_core.model_file import ModelSource
     from parallel_core.parallelize import apply_plan
     from parallel_core.plan import RunMode
+    from parallel_core.storage import Storage
     from parallel_core.worker.loading import Part, load_transformer
     from parallel_core.worker.meshes import MeshCache
 
     cpu = torch.device("cpu")
-    alone = load_transformer(Path(folder), FAMILY, torch.float32, cpu).model
+    alone = load_transformer(ModelSource(Path(folder)), FAMILY, Storage("float32"), cpu).model
     meshes, lines = MeshCache("cpu"), []
     for axis in ("ulysses", "ring", "tensor"):
         run = RunMode(**{axis: world})
         part = Part(tensor_rank=rank, tensor_degree=world) if axis == "tensor" else Part()
-        loaded = load_transformer(Path(folder), FAMILY, torch.float32, cpu, part)
+        loaded = load_transformer(ModelSource(Path(folder)), FAMILY, Storage("float32"), cpu, part)
         applied = apply_plan(loaded.model, FAMILY, loaded.shards, meshes.get(run.shape), run)
         for name, tokens in SCALED.items():
             arguments = inputs(*tokens)

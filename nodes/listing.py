@@ -1,4 +1,4 @@
-"""The model folders that a user may choose from, and the way from a chosen name to its path.
+"""The models that a user may choose from, and the way from a chosen name to its path.
 
 Knows ComfyUI's model folders and the diffusers layout; reads no weight.
 """
@@ -11,6 +11,7 @@ from pathlib import Path
 import folder_paths
 
 from ..parallel_core.errors import UserError
+from .files import SAFETENSORS, find_file, list_files
 
 _EXAMPLES = Path(__file__).resolve().parent.parent / "example_models"
 """The package's own demo model, so that the example workflow runs at once."""
@@ -21,6 +22,37 @@ _SECOND = "transformer_2"
 
 def _roots() -> list[Path]:
     return [*map(Path, folder_paths.get_folder_paths("diffusers")), _EXAMPLES]
+
+
+def list_transformers() -> list[str]:
+    """Names of diffusers folders with a transformer, then of the files in models/diffusion_models, then of those in
+    models/checkpoints with "checkpoints/" before them."""
+    folders = list_models("transformer")
+    files = [name for name in list_files("diffusion_models", _TRANSFORMER_FILES) if name not in folders]
+    return [*folders, *files, *(_CHECKPOINTS + name for name in list_files("checkpoints"))]
+
+
+def find_transformer(name: str) -> Path:
+    """The folder or the file of a listed name; anything else is refused."""
+    folder = _folders("transformer").get(name)
+    if folder is not None:
+        return folder
+    if name.startswith(_CHECKPOINTS):
+        file = find_file("checkpoints", name.removeprefix(_CHECKPOINTS))
+    else:
+        file = find_file("diffusion_models", name, _TRANSFORMER_FILES)
+    if file is None:
+        there = ", ".join(map(repr, list_transformers()[:8])) or "none"
+        raise UserError(
+            f"model_name {name!r} is neither a model folder with a transformer in models/diffusers nor a file in "
+            f"models/diffusion_models or models/checkpoints. There: {there}. Reload the page (R) if you have just "
+            "added it."
+        )
+    return file
+
+
+_CHECKPOINTS = "checkpoints/"
+_TRANSFORMER_FILES = (*SAFETENSORS, ".gguf")
 
 
 def list_models(component: str) -> list[str]:

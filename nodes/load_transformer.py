@@ -8,52 +8,54 @@ from typing import Any
 from comfy_api.latest import io
 
 from ..parallel_core.attention_backends import check_dtype
-from ..parallel_core.checkpoint import Checkpoint, check_loadable, check_shapes, read_checkpoint
+from ..parallel_core.checkpoint import Checkpoint, component_folder
 from ..parallel_core.engine.models import TransformerSpec
 from ..parallel_core.engine.placed import placed
 from ..parallel_core.engine.shares import check_heads
 from ..parallel_core.engine.transformer import RemoteTransformer
 from ..parallel_core.errors import UserError
 from ..parallel_core.families.base import Family
-from ..parallel_core.families.registry import find_family
 from ..parallel_core.host import host_memory
 from ..parallel_core.max_memory import HOST, WEIGHTS_SHARE, format_bytes, parse_max_memory
+from ..parallel_core.model_file import ModelSource, read_transformer
 from ..parallel_core.plan import ParallelPlan, resolve
-from .listing import find_model, list_models
+from ..parallel_core.storage import (
+    PLAIN,
+    WEIGHT_DTYPES,
+    Storage,
+    check_storage,
+    choose_storage,
+    is_block_matrix,
+)
+from .listing import find_model, find_transformer, list_models, list_transformers
 from .parallel_config import ParallelConfigType, default_plan
 from .remote_model import build_model
 from .runtime import engine, say
 
-WEIGHT_DTYPES = ("default", "bfloat16", "float16", "float32")
 _BYTES = {"float64": 8, "float32": 4, "float16": 2, "bfloat16": 2}
 
-
-def inspect_model(model_name: str, weight_dtype: str) -> tuple[Checkpoint, Family]:
-    """What the chosen folder holds, fully checked from its headers."""
-    if weight_dtype not in WEIGHT_DTYPES:
-        raise UserError(f"weight_dtype is {weight_dtype!r}; expected one of {', '.join(WEIGHT_DTYPES)}.")
-    checkpoint = read_checkpoint(find_model(model_name, "transformer"), "transformer")
-    family = find_family(checkpoint)
-    checkpoint = checkpoint.without(family.unused_weights)
-    check_loadable(checkpoint)
-    config = family.full_config(checkpoint.config)
-    if family.check_config is not None:
-        family.check_config(config)
-    check_shapes(checkpoint, family.expected_shapes(config))
-    return checkpoint, family
+PRESET = "preset"
+"""config_from's choice that names no folder."""
 
 
-def make_remote(model_name: str, weight_dtype: str, plan: ParallelPlan) -> RemoteTransformer:
+def inspect_model(model_name: str, config_from: str = PRESET) -> tuple[Checkpoint, Family]:
+    """What the chosen folder or file holds, fully checked from its headers."""
+    folder = None if config_from == PRESET else component_folder(find_model(config_from, "transformer"), "transformer")
+    return read_transformer(ModelSource(find_transformer(model_name), folder))
+
+
+def make_remote(model_name: str, weight_dtype: str, plan: ParallelPlan, config_from: str = PRESET) -> RemoteTransformer:
     """Checks plan x model x devices and returns the handle; reads no weight and starts nothing."""
-    checkpoint, family = inspect_model(model_name, weight_dtype)
+    checkpoint, family = inspect_model(model_name, config_from)
     config = family.full_config(checkpoint.config)
-    dtype = checkpoint.dtype if weight_dtype == "default" else weight_dtype
-    num_bytes = _weight_bytes(checkpoint, family, dtype)
+    storage = choose_storage(checkpoint, weight_dtype)
+    num_bytes = _weight_bytes(checkpoint, family, storage)
     room = int(WEIGHTS_SHARE * min(engine().total_memory(device, plan.world_size) for device in plan.devices))
     fits = num_bytes <= room
     chosen = resolve(plan, rows=1, heads=family.tensor_units(config), fits_one_device=fits).plan
     family.check_plan(config, chosen)
-    check_dtype(plan.attention_backend, dtype)
+    check_storage(checkpoint, storage, chosen)
+    check_dtype(plan.attention_backend, storage.dtype)
     check_heads(chosen, family.num_heads(config))
     shards = chosen.ring * chosen.ulysses if plan.shard_weights else 1
     part = num_bytes // (chosen.tensor * shards)
@@ -68,7 +70,10 @@ def make_remote(model_name: str, weight_dtype: str, plan: ParallelPlan) -> Remot
         fingerprint=checkpoint.fingerprint,
         family=family.name,
         name=model_name,
-        dtype=dtype,
+        dtype=storage.dtype,
+        storage=storage.kind,
+        held=storage.describe(checkpoint),
+        config_from=str(checkpoint.config_file.parent) if checkpoint.config_file else "",
         num_bytes=num_bytes,
         tensor=chosen.tensor,
         shards=shards,
@@ -76,16 +81,20 @@ def make_remote(model_name: str, weight_dtype: str, plan: ParallelPlan) -> Remot
     )
     if plan.strategy == "device_map":
         spec = placed(spec, plan, [engine().total_memory(device, plan.world_size) for device in plan.devices])
-    return RemoteTransformer(engine=engine(), spec=spec, plan=plan, family=family, config=config)
+    found = f"{checkpoint.variant}: " if checkpoint.variant else ""
+    return RemoteTransformer(engine=engine(), spec=spec, plan=plan, family=family, config=config, found=found)
 
 
-def _weight_bytes(checkpoint: Checkpoint, family: Family, dtype: str) -> int:
+def _weight_bytes(checkpoint: Checkpoint, family: Family, storage: Storage) -> int:
     """Bytes of the loaded weights."""
-    kept = max(_BYTES[dtype], _BYTES["float32"])
-    return sum(
-        math.prod(tensor.shape) * (kept if family.is_fp32(tensor.name) else _BYTES[dtype])
-        for tensor in checkpoint.tensors.values()
-    )
+    width = _BYTES[storage.dtype]
+    total = 0
+    for tensor in checkpoint.tensors.values():
+        if storage.kind != PLAIN and is_block_matrix(tensor):
+            total += tensor.num_bytes if tensor.is_quantised else math.prod(tensor.shape)
+        else:
+            total += math.prod(tensor.shape) * (max(width, 4) if family.is_fp32(tensor.name) else width)
+    return total
 
 
 def _limit(plan: ParallelPlan, room: int) -> int:
@@ -122,7 +131,7 @@ def _refuse_too_large(num_bytes: int, tensor: int, room: int, units: int) -> Non
 def describe(remote: RemoteTransformer) -> str:
     """For the node: what will run where, and why."""
     plan = remote.plan
-    size = f"{format_bytes(remote.spec.num_bytes)} in {remote.spec.dtype}"
+    size = f"{remote.found}{format_bytes(remote.spec.num_bytes)} in {remote.spec.held}"
     if plan.strategy == "device_map":
         return f"{plan.describe()}\n{size}: the first step shows which layer lies where"
     if plan.shard_weights:
@@ -149,19 +158,30 @@ class LoadParallelTransformer(io.ComfyNode):
             inputs=[
                 io.Combo.Input(
                     "model_name",
-                    options=list_models("transformer"),
-                    tooltip="A diffusers folder in models/diffusers (FLUX.1, Qwen-Image and their edit models; Wan).",
+                    options=list_transformers(),
+                    tooltip="FLUX.1, Qwen-Image (also Edit) or Wan: a diffusers folder in models/diffusers, a file in "
+                    "models/diffusion_models (safetensors or GGUF), or a whole checkpoint in models/checkpoints.",
                 ),
                 io.Combo.Input(
                     "weight_dtype",
                     options=list(WEIGHT_DTYPES),
                     default="default",
-                    tooltip="What the weights are held and computed in. default: as they are in the file.",
+                    tooltip="What the weights are held and computed in. default: as they are in the file; quantised "
+                    "ones stay quantised. bfloat16, float16, float32: unpacks quantised files. fp8_*, torchao_*: "
+                    "half the memory of 16 bits, computed in 16 bits, with the loss that 8 bits bring.",
                 ),
                 ParallelConfigType.Input(
                     "parallel_config",
                     optional=True,
                     tooltip="From Parallel Config. Without it: all GPUs, strategy auto.",
+                ),
+                io.Combo.Input(
+                    "config_from",
+                    options=[PRESET, *list_models("transformer")],
+                    default=PRESET,
+                    optional=True,
+                    tooltip="For single files: what their headers do not show comes from a preset for the kind of "
+                    "model that they show. A fine-tune with other settings: the diffusers folder that has them.",
                 ),
             ],
             outputs=[io.Model.Output(display_name="model")],
@@ -169,23 +189,31 @@ class LoadParallelTransformer(io.ComfyNode):
         )
 
     @classmethod
-    def validate_inputs(cls, model_name: Any = None) -> bool | str:
-        """Checks the folder, its json and its headers before the prompt runs; None comes over a link."""
+    def validate_inputs(cls, model_name: Any = None, weight_dtype: Any = None, config_from: Any = None) -> bool | str:
+        """Checks the folder or file, json and headers before the prompt runs; None comes over a link."""
         try:
             if model_name is not None:
-                inspect_model(model_name, "default")
+                checkpoint, _ = inspect_model(model_name, config_from or PRESET)
+                if weight_dtype is not None:
+                    choose_storage(checkpoint, weight_dtype)
         except UserError as error:
             return str(error)
         return True
 
     @classmethod
-    def fingerprint_inputs(cls, model_name: str, weight_dtype: str, parallel_config: ParallelPlan | None = None) -> str:
+    def fingerprint_inputs(cls, model_name: str, config_from: str = PRESET, **others: Any) -> str:
         """Makes ComfyUI run the node again when the model's files were replaced."""
-        return inspect_model(model_name, weight_dtype)[0].fingerprint
+        return inspect_model(model_name, config_from)[0].fingerprint
 
     @classmethod
-    def execute(cls, model_name: str, weight_dtype: str, parallel_config: ParallelPlan | None = None) -> io.NodeOutput:
+    def execute(
+        cls,
+        model_name: str,
+        weight_dtype: str,
+        parallel_config: ParallelPlan | None = None,
+        config_from: str = PRESET,
+    ) -> io.NodeOutput:
         """A MODEL; the ranks start and load when it is first used."""
-        remote = make_remote(model_name, weight_dtype, parallel_config or default_plan())
+        remote = make_remote(model_name, weight_dtype, parallel_config or default_plan(), config_from)
         say(describe(remote), cls.hidden.unique_id)
         return io.NodeOutput(build_model(remote))

@@ -42,23 +42,48 @@ _PICKLES = (".bin", ".ckpt", ".pt", ".pth", ".pkl")
 
 @dataclass(frozen=True, kw_only=True)
 class TensorInfo:
-    """One tensor of a safetensors file. `dtype` is torch's name for it."""
+    """One weight: a tensor of a file, or some of its rows. `dtype` is torch's name for how the numbers are stored, or
+    a GGUF type (Q4_K).
+    """
 
     name: str
     dtype: str
     shape: tuple[int, ...]
+    """In numbers, whatever they are packed in."""
     num_bytes: int
+    """As stored."""
     file: Path
+    stored_as: str = ""
+    """The tensor's name in the file, where that is another."""
+    rows: tuple[tuple[int, int], ...] | None = None
+    """The rows (dim 0) of the stored tensor that are this weight, in its order; None for all of them."""
+    scale: str = ""
+    """The tensor of the same file (one float) that the stored numbers are multiplied by."""
+
+    @property
+    def stored_name(self) -> str:
+        """The tensor's name in the file."""
+        return self.stored_as or self.name
+
+    @property
+    def is_quantised(self) -> bool:
+        """Whether the stored numbers are not plain floating point of 16 bits or more."""
+        return self.dtype not in LOADABLE_DTYPES
 
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """One component (transformer, vae, text encoder) of a diffusers folder."""
+    """One component (transformer, vae, text encoder) of a diffusers folder, or what a single file holds of it."""
 
     folder: Path
+    """Or the single file."""
     class_name: str
     config: Mapping[str, Any]
     tensors: Mapping[str, TensorInfo]
+    config_file: Path | None = None
+    """Where the config comes from; None where it is `folder`'s config.json, or nothing but the file and a preset."""
+    variant: str = ""
+    """The preset that a single file's config comes from."""
 
     @cached_property
     def num_bytes(self) -> int:
@@ -91,7 +116,8 @@ class Checkpoint:
     @property
     def fingerprint(self) -> str:
         """Changes when a file of this component, its config.json included, is replaced."""
-        return fingerprint([self.folder / "config.json", *self.files])
+        config = self.folder / "config.json" if self.folder.is_dir() else self.config_file
+        return fingerprint([*([config] if config else []), *self.files])
 
 
 def fingerprint(files: Iterable[Path]) -> str:
@@ -216,6 +242,14 @@ def read_header(file: Path) -> Sequence[TensorInfo]:
             f"({(needed - size) / 1e6:.1f} MB are missing). Download it again."
         )
     return [info for info, _ in infos]
+
+
+def read_metadata(file: Path) -> dict[str, str]:
+    """The free-form part of a safetensors header, of a file that `read_header` has accepted."""
+    with file.open("rb") as stream:
+        (length,) = struct.unpack("<Q", stream.read(8))
+        metadata = json.loads(stream.read(length)).get("__metadata__")
+    return metadata if isinstance(metadata, dict) else {}
 
 
 def _tensor_info(file: Path, label: str, name: str, entry: Any) -> tuple[TensorInfo, int]:

@@ -143,9 +143,10 @@ class Release(Request):
 class LoadTransformer(Request):
     """Loads a transformer's weights (this rank's part of them) under `key`; nothing when it is there already.
 
-    `shards` ranks share the weights out among them (each tensor rank's slices by themselves); `offload` keeps these
-    parts in host memory. `source` is another key with the same weights in the rank's store, divided otherwise: they are
-    then made of that model's parts rather than read; empty to read them.
+    `folder` may be a single file; `config_from` is then a diffusers folder whose config counts, or empty. `dtype` and
+    `storage` are the fields of `storage.Storage`. `shards` ranks share the weights out among them (each tensor rank's
+    slices by themselves); `offload` keeps these parts in host memory. `source` is another key with the same weights in
+    the rank's store, divided otherwise: they are then made of that model's parts rather than read; empty to read them.
     """
 
     operation: ClassVar[str] = "load_transformer"
@@ -156,6 +157,8 @@ class LoadTransformer(Request):
     tensor: int
     shards: int
     offload: bool
+    storage: str
+    config_from: str
     source: str = ""
 
 
@@ -171,7 +174,7 @@ class CheckMode(Request):
 class PlaceTransformer(Request):
     """Loads a transformer with its layers placed over a placement group's devices; nothing when it is there already.
 
-    `max_memory`: the user's limits in bytes, by device, "cpu" and "disk".
+    `max_memory`: the user's limits in bytes, by device, "cpu" and "disk". The rest as in `LoadTransformer`.
     """
 
     operation: ClassVar[str] = "place_transformer"
@@ -179,6 +182,8 @@ class PlaceTransformer(Request):
     folder: str
     family: str
     dtype: str
+    storage: str
+    config_from: str
     max_memory: dict[str, int]
 
 

@@ -7,11 +7,13 @@ are for.
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from fractions import Fraction
 from typing import Any
 
+import torch
 from diffusers.hooks.tensor_parallel import resolve_tp_shard_specs
 from diffusers.models import attention_dispatch
 from diffusers.models._modeling_parallel import ContextParallelInput, ContextParallelOutput
@@ -39,6 +41,7 @@ __all__ = [
     "resolve_tp_shard_specs",
     "route_attention",
     "tensor_parallel_plan",
+    "unpack_gguf",
     "unroute_attention",
     "vae_tiles",
 ]
@@ -142,6 +145,19 @@ def blocks_kept_whole(model: nn.Module) -> tuple[str, ...]:
             "'device_map' cannot place it. Set strategy to 'mesh' or 'auto'."
         )
     return names
+
+
+# ----- GGUF -----
+
+
+def unpack_gguf(stored: torch.Tensor, kind: str, dtype: torch.dtype) -> torch.Tensor:
+    """Numbers [..., n] from the bytes of their blocks [..., bytes of n], by diffusers' code for the packed type."""
+    utils: Any = importlib.import_module("diffusers.quantizers.gguf.utils")  # imports gguf, which few models need
+    quant_type = utils.gguf.GGMLQuantizationType[kind]
+    numbers, size = utils.GGML_QUANT_SIZES[quant_type]
+    blocks = stored.view(torch.uint8).reshape(-1, size)
+    unpacked: torch.Tensor = utils.dequantize_functions[quant_type](blocks, numbers, size, dtype=torch.float32)
+    return unpacked.reshape(*stored.shape[:-1], -1).to(dtype)
 
 
 # ----- tiled VAEs (AutoencoderKL) -----

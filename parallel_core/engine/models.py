@@ -11,6 +11,7 @@ from dataclasses import asdict, dataclass
 from typing import Protocol
 
 from ..protocol import LoadTransformer, Request
+from ..storage import PLAIN
 from .group import GroupKey
 
 
@@ -60,10 +61,16 @@ class TransformerSpec:
     name: str
     dtype: str
     num_bytes: int
-    """Bytes of all weights in `dtype`."""
+    """Bytes of all weights as they are held."""
     tensor: int
     shards: int = 1
     """Ranks that share the weights out among them, on top of `tensor`."""
+    storage: str = PLAIN
+    """How weights are held; with `dtype` the fields of `storage.Storage`."""
+    held: str = ""
+    """What that is, for people."""
+    config_from: str = ""
+    """The diffusers folder whose config a single file is read with."""
     offload: bool = False
     """Shared weights lie in the ranks' host memory."""
 
@@ -79,8 +86,16 @@ class TransformerSpec:
 
     @property
     def weights(self) -> str:
-        """Which weights, in which dtype."""
-        return spec_key("weights", folder=self.folder, fingerprint=self.fingerprint, dtype=self.dtype)
+        """Which weights, in which dtype. Packed ones are not divided anew."""
+        if self.storage != PLAIN:
+            return self.key
+        return spec_key(
+            "weights",
+            folder=self.folder,
+            fingerprint=self.fingerprint,
+            dtype=self.dtype,
+            config_from=self.config_from,
+        )
 
     @property
     def label(self) -> str:
@@ -97,6 +112,8 @@ class TransformerSpec:
             tensor=self.tensor,
             shards=self.shards,
             offload=self.offload,
+            storage=self.storage,
+            config_from=self.config_from,
         )
 
     def estimated_bytes(self) -> dict[str, int]:

@@ -40,7 +40,13 @@ class PlacedTransformerSpec(TransformerSpec):
     def load_request(self) -> Request:
         """See `protocol.PlaceTransformer`."""
         return PlaceTransformer(
-            key=self.key, folder=self.folder, family=self.family, dtype=self.dtype, max_memory=dict(self.limits)
+            key=self.key,
+            folder=self.folder,
+            family=self.family,
+            dtype=self.dtype,
+            storage=self.storage,
+            config_from=self.config_from,
+            max_memory=dict(self.limits),
         )
 
     def estimated_bytes(self) -> dict[str, int]:

@@ -68,6 +68,8 @@ class RemoteTransformer:
     plan: ParallelPlan
     family: Family
     config: dict[str, Any]
+    found: str = ""
+    """What a single file was recognised as, for people."""
     statistics: RunStatistics = field(default_factory=RunStatistics)
 
     def ensure_loaded(self, poll: Poll | None = None) -> None:

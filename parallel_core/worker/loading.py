@@ -1,4 +1,4 @@
-"""Loads a diffusers transformer, or one rank's part of it, from a folder of safetensors.
+"""Loads a diffusers transformer, or one rank's part of it, from a diffusers folder or a single file.
 
 Owns building the model on the meta device and filling it tensor by tensor: the peak is the model (or the part) and one
 tensor, and no memory map stays behind. Does not know plans or what a family's tensors mean.
@@ -8,20 +8,21 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, Protocol
 
 import torch
 from accelerate import init_empty_weights
-from safetensors import safe_open
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from .. import upstream
-from ..checkpoint import Checkpoint, check_loadable, check_shapes, read_checkpoint
+from ..checkpoint import Checkpoint, check_shapes
 from ..families.base import Family, resolve_class
+from ..model_file import ModelSource, read_transformer
 from ..parallelize import ShardSpec, tensor_shards
+from ..storage import Storage
+from .packed import Held, hold_packed
 from .shared_weights import as_shared, part_of_rank, share_weights
+from .stored import Slice, from_files
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,46 +51,31 @@ class LoadedTransformer:
 WHOLE = Part()
 
 
-class Slice(Protocol):
-    """What can be cut out of one tensor before all of it is read: a safetensors slice."""
-
-    def __getitem__(self, index: Any) -> Tensor: ...
-
-    def get_shape(self) -> list[int]: ...
-
-
 Weights = Callable[[Checkpoint], Iterator[tuple[str, Slice]]]
 """Where the weights come from: every name of a checkpoint with its tensor, one after the other."""
 
 
-def from_files(checkpoint: Checkpoint) -> Iterator[tuple[str, Slice]]:
-    """The checkpoint's own files; only what is cut out is read."""
-    for file in checkpoint.files:
-        with safe_open(file, framework="pt") as source:
-            for info in checkpoint.tensors.values():
-                if info.file == file:
-                    yield info.name, source.get_slice(info.name)
-
-
 def load_transformer(
-    folder: Path,
+    source: ModelSource,
     family: Family,
-    dtype: torch.dtype,
+    storage: Storage,
     device: torch.device,
     part: Part = WHOLE,
     weights: Weights = from_files,
 ) -> LoadedTransformer:
-    """The transformer in `folder` (a diffusers pipeline or its transformer folder), or a rank's part of it.
+    """The transformer that `source` names, or a rank's part of it, its weights held as `storage` says.
 
     Raises UserError, before any weight is read, for a folder without config or weights, damaged files, weights that do
     not fit the config and a degree that does not fit the model.
     """
-    checkpoint, model = empty_transformer(folder, family)
+    checkpoint, model = empty_transformer(source, family)
     shards = tensor_shards(model, family, part.tensor_degree)
-    reader = _Reader(shards, part, family, dtype, device)
+    held = hold_packed(model, checkpoint, storage)
+    reader = _Reader(shards, held, part, family, getattr(torch, storage.dtype), device)
     put = _put if part.shared_over is None else _share(model, reader, part)
-    for name, source in weights(checkpoint):
-        put(model, name, reader.read(source, name))
+    for name, stored in weights(checkpoint):
+        put(model, name, reader.read(stored, name))
+        held.finish(model, name)
     _to_device(model, device)
     model.requires_grad_(False).eval()
     if family.on_loaded is not None:
@@ -97,13 +83,12 @@ def load_transformer(
     return LoadedTransformer(model=model, shards=shards, bytes_read=reader.bytes_read)
 
 
-def empty_transformer(folder: Path, family: Family) -> tuple[Checkpoint, nn.Module]:
-    """What is in `folder`, and its transformer on the meta device but for buffers that the constructor computes.
+def empty_transformer(source: ModelSource, family: Family) -> tuple[Checkpoint, nn.Module]:
+    """What `source` names, and its transformer on the meta device but for buffers that the constructor computes.
 
     Raises UserError as `load_transformer` does.
     """
-    checkpoint = read_checkpoint(folder, "transformer").without(family.unused_weights)
-    check_loadable(checkpoint)
+    checkpoint, _ = read_transformer(source)
     with init_empty_weights(include_buffers=False):
         model: nn.Module = resolve_class(family.transformer).from_config(dict(checkpoint.config))
     check_shapes(checkpoint, {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()})
@@ -125,9 +110,16 @@ class _Reader:
     """Reads a rank's part of one tensor after the other."""
 
     def __init__(
-        self, shards: Mapping[str, ShardSpec], part: Part, family: Family, dtype: torch.dtype, device: torch.device
+        self,
+        shards: Mapping[str, ShardSpec],
+        held: Held,
+        part: Part,
+        family: Family,
+        dtype: torch.dtype,
+        device: torch.device,
     ) -> None:
         self._shards = shards
+        self._held = held
         self._part = part
         self._family = family
         self._dtype = dtype
@@ -136,12 +128,15 @@ class _Reader:
 
     def read(self, source: Slice, name: str) -> Tensor | None:
         """This rank's part on its device in the wanted dtype; None where it holds nothing."""
-        part = self._cut(source, self._shards.get(name))
+        part = self._cut(self._held.source(source, name), self._shards.get(name))
         if part is None:
             return None
         self.bytes_read += part.nbytes
         # a copy even where dtype and device already fit: the file's memory map must not live on in the model
-        return part.to(self._device, held_dtype(self._family, name, self._dtype), copy=True).contiguous()
+        return part.to(self._device, self._dtype_of(name), copy=True).contiguous()
+
+    def _dtype_of(self, name: str) -> torch.dtype:
+        return torch.uint8 if self._held.is_packed(name) else held_dtype(self._family, name, self._dtype)
 
     def _cut(self, source: Slice, spec: ShardSpec | None) -> Tensor | None:
         mesh = self._part.shared_over
@@ -154,8 +149,7 @@ class _Reader:
         """A meta tensor of the shape and dtype that this tensor rank has of `whole`, before it is shared out."""
         spec = self._shards.get(name)
         sliced = whole if spec is None else spec.take(whole, self._part.tensor_rank, self._part.tensor_degree)
-        dtype = held_dtype(self._family, name, self._dtype)
-        return None if sliced is None else torch.empty(sliced.shape, dtype=dtype, device="meta")
+        return None if sliced is None else torch.empty(sliced.shape, dtype=self._dtype_of(name), device="meta")
 
 
 def _share(model: nn.Module, reader: _Reader, part: Part) -> Callable[[nn.Module, str, Tensor | None], None]:

@@ -7,12 +7,12 @@ ComfyUI.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
-from accelerate.utils import OffloadedWeightsLoader, set_module_tensor_to_device
+from accelerate.utils import set_module_tensor_to_device
 from torch import Tensor, nn
 
 from .. import upstream
@@ -20,15 +20,19 @@ from ..checkpoint import Checkpoint
 from ..families.base import Family
 from ..families.registry import family_named
 from ..max_memory import DISK, HOST, WEIGHTS_SHARE
+from ..model_file import ModelSource
 from ..placement import Component, PlacementPlan, plan_placement
 from ..plan import RunMode
 from ..protocol import CheckMode, Forward, PlaceTransformer, Request
+from ..storage import Storage
 from .budgets import apply_limits, free_budgets
-from .loading import Slice, empty_transformer, from_files, held_dtype
+from .loading import empty_transformer, held_dtype
+from .packed import Held, hold_packed
 from .placed import Places, attach, beside_blocks, bytes_by_device
 from .store import StoredModel
-from .transformer import check_mode, run_batches
-from .worker import Handler, Inputs, Result, Worker, torch_dtype
+from .stored import Slice, StoredWeight, from_files, open_file
+from .transformer import check_mode, run_batches, source_of
+from .worker import Handler, Inputs, Result, Worker
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,29 +47,30 @@ class PlacedTransformer:
 
 
 def place_transformer(
-    folder: Path, family: Family, dtype: torch.dtype, devices: tuple[str, ...], limits: Mapping[str, int]
+    source: ModelSource, family: Family, storage: Storage, devices: tuple[str, ...], limits: Mapping[str, int]
 ) -> PlacedTransformer:
-    """The transformer in `folder`, its layers balanced over `devices`, then in host memory, then left in the files.
+    """The transformer of `source`, its layers balanced over `devices`, then in host memory, then left in the files.
 
     Raises `UserError` before any weight is read, as `load_transformer` does and when there is no room.
     """
-    checkpoint, model = empty_transformer(folder, family)
+    checkpoint, model = empty_transformer(source, family)
+    held = hold_packed(model, checkpoint, storage)
+    dtypes = _Dtypes(family, held, getattr(torch, storage.dtype))
     for name, parameter in model.named_parameters():  # on meta still: the planner counts what will lie there
-        parameter.data = parameter.data.to(held_dtype(family, name, dtype))
+        parameter.data = parameter.data.to(dtypes.of(name))
     component = transformer_component(model)
     budgets = apply_limits(free_budgets(devices, limits, WEIGHTS_SHARE), limits)
     unlimited = free_budgets(devices, {name: size for name, size in limits.items() if name == DISK}, WEIGHTS_SHARE)
     plan = plan_placement([component], budgets, "balanced", free=unlimited)
     places = Places.of(plan, devices, budgets, component.together[0])
-    outside = _read_weights(model, checkpoint, places, lambda name: held_dtype(family, name, dtype))
+    outside = _read_weights(model, checkpoint, places, held, dtypes)
     for name, buffer in list(model.named_buffers()):  # those that the constructor computed
         set_module_tensor_to_device(model, name, places.torch_device(name), buffer, clear_cache=False)
     model.requires_grad_(False).eval()
     if family.on_loaded is not None:
         family.on_loaded(model)
     attach(model, places, outside)
-    host_bytes = sum(tensor.nbytes for tensor in outside.state_dict.values())
-    return PlacedTransformer(model=model, plan=plan, places=places, host_bytes=host_bytes)
+    return PlacedTransformer(model=model, plan=plan, places=places, host_bytes=outside.host_bytes)
 
 
 def transformer_component(model: nn.Module) -> Component:
@@ -76,24 +81,68 @@ def transformer_component(model: nn.Module) -> Component:
     return Component(name="transformer", module=model, no_split=tuple(whole), together=tuple(beside))
 
 
-def _read_weights(
-    model: nn.Module, checkpoint: Checkpoint, places: Places, dtype_of: Callable[[str], torch.dtype]
-) -> OffloadedWeightsLoader:
-    """Fills what lies on a device. Returns the rest: tensors in host memory, or read from the files when asked for."""
-    buffers = {name for name, _ in model.named_buffers()}
-    host: dict[str, Tensor] = {}
-    files: dict[str, dict[str, str]] = {}
-    for name, source in from_files(checkpoint):
-        home, dtype = places.home(name), dtype_of(name)
-        if name in buffers or home not in (HOST, DISK):
-            value = _read(source, places.torch_device(name), dtype)
-            set_module_tensor_to_device(model, name, value.device, value, dtype=dtype, clear_cache=False)
-        elif home == HOST:
-            host[name] = _read(source, torch.device("cpu"), dtype)
+@dataclass(frozen=True)
+class _Dtypes:
+    """In which dtype each weight is held."""
+
+    family: Family
+    held: Held
+    dtype: torch.dtype
+
+    def of(self, name: str) -> torch.dtype:
+        """Of the weight of that name; packed ones are bytes."""
+        return torch.uint8 if self.held.is_packed(name) else held_dtype(self.family, name, self.dtype)
+
+
+class _Outside(Mapping[str, Tensor]):
+    """Weights that lie on no device: in host memory, or left in the files and read whenever they are asked for."""
+
+    def __init__(self, checkpoint: Checkpoint, held: Held, dtypes: _Dtypes) -> None:
+        self._checkpoint = checkpoint
+        self._held = held
+        self._dtypes = dtypes
+        self._in_host: dict[str, Tensor] = {}
+        self._in_files: set[str] = set()
+
+    @property
+    def host_bytes(self) -> int:
+        """Bytes in host memory."""
+        return sum(tensor.nbytes for tensor in self._in_host.values())
+
+    def add(self, name: str, source: Slice | None) -> None:
+        """Takes a weight: into host memory, or without a source to be read later."""
+        if source is None:
+            self._in_files.add(name)
         else:
-            file = str(checkpoint.tensors[name].file)
-            files[name] = {"safetensors_file": file, "weight_name": name, "dtype": str(dtype).removeprefix("torch.")}
-    return OffloadedWeightsLoader(state_dict=host, index=files)
+            self._in_host[name] = _read(source, torch.device("cpu"), self._dtypes.of(name))
+
+    def __getitem__(self, name: str) -> Tensor:
+        if name in self._in_host:
+            return self._in_host[name]
+        with ExitStack() as stack:
+            info = self._checkpoint.tensors[name]
+            stored = StoredWeight(open_file(info.file, stack), info)
+            return _read(self._held.source(stored, name), torch.device("cpu"), self._dtypes.of(name))
+
+    def __iter__(self) -> Iterator[str]:
+        return iter([*self._in_host, *self._in_files])
+
+    def __len__(self) -> int:
+        return len(self._in_host) + len(self._in_files)
+
+
+def _read_weights(model: nn.Module, checkpoint: Checkpoint, places: Places, held: Held, dtypes: _Dtypes) -> _Outside:
+    """Fills what lies on a device. Returns the rest."""
+    buffers = {name for name, _ in model.named_buffers()}
+    outside = _Outside(checkpoint, held, dtypes)
+    for name, stored in from_files(checkpoint):
+        home, source = places.home(name), held.source(stored, name)
+        if name in buffers or home not in (HOST, DISK):
+            value = _read(source, places.torch_device(name), dtypes.of(name))
+            set_module_tensor_to_device(model, name, value.device, value, dtype=value.dtype, clear_cache=False)
+        else:
+            outside.add(name, source if home == HOST else None)
+    return outside
 
 
 def _read(source: Slice, device: torch.device, dtype: torch.dtype) -> Tensor:
@@ -126,9 +175,8 @@ def load(worker: Worker, request: PlaceTransformer, tensors: Inputs) -> Result:
     """Places the layers and reads each weight straight to its place."""
     if request.key not in worker.store:
         family = family_named(request.family)
-        placed = place_transformer(
-            Path(request.folder), family, torch_dtype(request.dtype), worker.devices, request.max_memory
-        )
+        storage = Storage(request.dtype, request.storage)
+        placed = place_transformer(source_of(request), family, storage, worker.devices, request.max_memory)
         backend = _Backend(placed.model)
         names = [name for name, _ in [*placed.model.named_parameters(), *placed.model.named_buffers()]]
         model = StoredModel(

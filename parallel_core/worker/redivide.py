@@ -15,7 +15,8 @@ from torch.distributed.tensor import DTensor
 
 from ..checkpoint import Checkpoint
 from ..parallelize import ShardSpec
-from .loading import LoadedTransformer, Slice, Weights
+from .loading import LoadedTransformer, Weights
+from .stored import Slice
 
 
 class _Whole:

@@ -15,15 +15,18 @@ from torch.distributed.device_mesh import DeviceMesh
 from .. import upstream
 from ..families.base import Family
 from ..families.registry import family_named
+from ..model_file import ModelSource
 from ..parallelize import Applied, apply_plan
 from ..parallelize.compiled import check_compiler, num_graphs
 from ..plan import RunMode
-from ..protocol import CheckMode, Forward, LoadTransformer, Request
-from .loading import LoadedTransformer, Part, Weights, from_files, load_transformer
+from ..protocol import CheckMode, Forward, LoadTransformer, PlaceTransformer, Request
+from ..storage import Storage
+from .loading import LoadedTransformer, Part, Weights, load_transformer
 from .redivide import from_ranks
 from .shared_weights import is_shared, let_go
 from .store import StoredModel
-from .worker import Handler, Inputs, Result, Worker, torch_dtype
+from .stored import from_files
+from .worker import Handler, Inputs, Result, Worker
 
 
 class _AppliedPlan:
@@ -55,9 +58,11 @@ def load(worker: Worker, request: LoadTransformer, tensors: Inputs) -> Result:
     """Reads the weights, or this rank's part of them, straight to the device."""
     if request.key not in worker.store:
         family = family_named(request.family)
-        folder, dtype = Path(request.folder), torch_dtype(request.dtype)
         weights = _weights_of(worker, request.source) if request.source else from_files
-        loaded = load_transformer(folder, family, dtype, worker.device, _part_of(worker, request), weights)
+        storage = Storage(request.dtype, request.storage)
+        loaded = load_transformer(
+            source_of(request), family, storage, worker.device, _part_of(worker, request), weights
+        )
         plan = _AppliedPlan(loaded, family)
         model = StoredModel(
             module=loaded.model,
@@ -69,6 +74,11 @@ def load(worker: Worker, request: LoadTransformer, tensors: Inputs) -> Result:
         worker.store.add(request.key, model, was_read=not request.source)
     size = worker.store.use(request.key).num_bytes
     return Result(data={"device_bytes": {worker.devices[0]: 0 if request.offload else size}})
+
+
+def source_of(request: LoadTransformer | PlaceTransformer) -> ModelSource:
+    """Where the weights that a request asks for come from."""
+    return ModelSource(Path(request.folder), Path(request.config_from) if request.config_from else None)
 
 
 def _weights_of(worker: Worker, key: str) -> Weights:

@@ -77,10 +77,11 @@ def no_class(transformer: Path) -> None:
     _edit_config(transformer, _class_name=None)
 
 
-def scaled_fp8(transformer: Path) -> None:
-    """Weights that are right only with scales that a plain load would drop."""
+def unmarked_scales(transformer: Path) -> None:
+    """Weights that are right only with scales whose meaning the file does not say."""
     tensors = load_file(transformer / WEIGHTS)
     tensors["proj_out.weight"] = tensors["proj_out.weight"].to(torch.float8_e4m3fn)
+    tensors["proj_out.scale_weight"] = torch.ones(())
     save_file(tensors, transformer / WEIGHTS)
 
 
@@ -104,7 +105,7 @@ BROKEN: dict[Callable[[Path], None], list[str]] = {
     checkpoint_only: ["model.ckpt", "safetensors"],
     unknown_class: ["SpaghettiTransformer3DModel", "FluxTransformer2DModel"],
     no_class: ["_class_name"],
-    scaled_fp8: ["float8_e4m3fn"],
+    unmarked_scales: ["proj_out.scale_weight", "scaled_fp8", "comfy_quant"],
     lost_shard: ["part-2-of-2.safetensors"],
 }
 """How to break a folder, and what the message must name."""

@@ -20,7 +20,9 @@ from parallel_core.errors import RankUserError, UserError
 from parallel_core.families.base import SeamCall
 from parallel_core.families.flux import FAMILY
 from parallel_core.families.text_registry import TEXT_FAMILIES
+from parallel_core.model_file import ModelSource
 from parallel_core.plan import ParallelPlan
+from parallel_core.storage import Storage
 from parallel_core.text_spec import read_text_source
 from parallel_core.worker.loading import load_transformer
 from parallel_core.worker.placed import bytes_by_device
@@ -165,10 +167,10 @@ def test_every_family_equals_one_rank(name: str, tmp_path: Path) -> None:
 def test_on_gpus_with_host_and_files_behind_them(tiny_flux: Path, limits: dict[str, int]) -> None:
     devices = tuple(f"cuda:{index}" for index in range(min(2, torch.cuda.device_count())))
     before = torch.cuda.memory_allocated(0)
-    placed_model = place_transformer(tiny_flux, FAMILY, torch.float32, devices, limits)
+    placed_model = place_transformer(ModelSource(tiny_flux), FAMILY, Storage("float32"), devices, limits)
     lies_there = bytes_by_device(placed_model.model, placed_model.places)
     assert torch.cuda.memory_allocated(0) - before >= lies_there["cuda:0"] > 0
-    whole = load_transformer(tiny_flux, FAMILY, torch.float32, torch.device("cuda:0")).model
+    whole = load_transformer(ModelSource(tiny_flux), FAMILY, Storage("float32"), torch.device("cuda:0")).model
     tensors = [{name: tensor.cuda(0) for name, tensor in part.items()} for part in (CALLS[0].rows, CALLS[0].shared)]
     with torch.inference_mode():
         ours, theirs = (FAMILY.finish(model(**FAMILY.prepare(*tensors))).cpu() for model in (placed_model.model, whole))

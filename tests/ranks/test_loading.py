@@ -12,6 +12,8 @@ from safetensors.torch import load_file, save_file
 
 from parallel_core.errors import UserError
 from parallel_core.families.flux import FAMILY
+from parallel_core.model_file import ModelSource
+from parallel_core.storage import Storage
 from parallel_core.worker.loading import LoadedTransformer, Part, load_transformer
 from tests.ranks.gloo import run_on_ranks
 from tests.tiny_flux import build_transformer, write_pipeline, write_transformer
@@ -21,7 +23,8 @@ CPU = torch.device("cpu")
 
 
 def load(folder: Path, dtype: torch.dtype = torch.float32, rank: int = 0, degree: int = 1) -> LoadedTransformer:
-    return load_transformer(folder, FAMILY, dtype, CPU, Part(tensor_rank=rank, tensor_degree=degree))
+    part = Part(tensor_rank=rank, tensor_degree=degree)
+    return load_transformer(ModelSource(folder), FAMILY, Storage(str(dtype).removeprefix("torch.")), CPU, part)
 
 
 @pytest.fixture

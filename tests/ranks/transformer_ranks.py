@@ -19,8 +19,10 @@ from torch import Tensor, nn
 
 from parallel_core import attention, upstream
 from parallel_core.errors import UserError
+from parallel_core.model_file import ModelSource
 from parallel_core.parallelize import apply_context, apply_plan
 from parallel_core.plan import RunMode
+from parallel_core.storage import Storage
 from parallel_core.worker import meshes as meshes_module
 from parallel_core.worker.loading import WHOLE, LoadedTransformer, Part, load_transformer
 from parallel_core.worker.meshes import MeshCache
@@ -40,7 +42,7 @@ def write_models(rank: int, world_size: int, name: str, models: dict[str, dict[s
 
 
 def load(name: str, folder: str, dtype: str = "float32", part: Part = WHOLE) -> LoadedTransformer:
-    return load_transformer(Path(folder), family_of(name), getattr(torch, dtype), CPU, part)
+    return load_transformer(ModelSource(Path(folder)), family_of(name), Storage(dtype), CPU, part)
 
 
 Forward = Callable[[dict[str, Any]], Tensor]
@@ -80,7 +82,9 @@ def load_placed(name: str, folder: str, dtype: str, size: int) -> Forward:
     """A model of `size` bytes, for lack of room on its "devices" in part in the host's memory or the files."""
     for percent in range(65, 30, -5):
         limits = {"cpu:0": size * percent // 100, "cpu:1": size * percent // 100, "cpu": size // 5, "disk": 2 * size}
-        placed = place_transformer(Path(folder), family_of(name), getattr(torch, dtype), ("cpu:0", "cpu:1"), limits)
+        placed = place_transformer(
+            ModelSource(Path(folder)), family_of(name), Storage(dtype), ("cpu:0", "cpu:1"), limits
+        )
         if {"cpu", "disk"} & set(placed.plan.devices):
             return lambda inputs, model=placed.model: model(**inputs)[0]  # type: ignore[misc]
     raise AssertionError("no limits make some layers lie elsewhere")
@@ -321,7 +325,7 @@ def compare_placed(
     whole, devices = load(name, folder, dtype).model, ("cpu:0", "cpu:1")
     size = parameter_bytes(whole) + sum(buffer.nbytes for buffer in whole.buffers())
     limits = {home: int(share * size) for home, share in shares.items()}
-    placed = place_transformer(Path(folder), family_of(name), getattr(torch, dtype), devices, limits)
+    placed = place_transformer(ModelSource(Path(folder)), family_of(name), Storage(dtype), devices, limits)
     outputs = [model(**make_inputs(name, whole, case, dtype))[0] for model in (whole, placed.model)]
     return {"equal": torch.equal(*outputs), "homes": sorted(placed.plan.bytes_per_device)}
 
@@ -332,7 +336,7 @@ def place(rank: int, world_size: int, folder: str, dtype: str, limits: dict[str,
     devices = ("cpu:0", "cpu:1")
     family = family_of("flux")
     with anonymous_peak() as loading:
-        placed = place_transformer(Path(folder), family, getattr(torch, dtype), devices, limits)
+        placed = place_transformer(ModelSource(Path(folder)), family, Storage(dtype), devices, limits)
     inputs = make_inputs("flux", placed.model, {"text": 4, "size": [2, 2]}, dtype)
     with anonymous_peak() as evaluating:
         family.finish(placed.model(**inputs))
@@ -365,7 +369,7 @@ def divide_anew(rank: int, world_size: int, name: str, folder: str, dtype: str) 
     mesh = MeshCache("cpu").get(RunMode(tensor=world_size).shape)
     sliced = load(name, folder, dtype, Part(tensor_rank=rank, tensor_degree=world_size))
     weights = from_ranks(sliced, mesh.get_group("tensor"))
-    whole = load_transformer(Path(folder), family_of(name), getattr(torch, dtype), CPU, WHOLE, weights).model
+    whole = load_transformer(ModelSource(Path(folder)), family_of(name), Storage(dtype), CPU, WHOLE, weights).model
     expected = load(name, folder, dtype).model.state_dict()
     found = whole.state_dict()
     return [key for key, tensor in expected.items() if found[key].dtype != tensor.dtype or not found[key].equal(tensor)]

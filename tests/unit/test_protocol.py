@@ -57,7 +57,17 @@ def test_a_frame_over_the_limit_is_refused_before_it_is_read(
 
 
 def test_requests_survive_the_way() -> None:
-    request = LoadTransformer(key="k", folder="f", family="flux", dtype="float32", tensor=2, shards=1, offload=False)
+    request = LoadTransformer(
+        key="k",
+        folder="f",
+        family="flux",
+        dtype="float32",
+        tensor=2,
+        shards=1,
+        offload=False,
+        storage="plain",
+        config_from="",
+    )
     assert parse_request(LoadTransformer, request.to_json()) == request
 
 

@@ -9,6 +9,8 @@ import torch
 
 from parallel_core.errors import UserError
 from parallel_core.families.wan import FAMILY
+from parallel_core.model_file import ModelSource
+from parallel_core.storage import Storage
 from parallel_core.worker.loading import LoadedTransformer, load_transformer
 from tests.tiny_wan import add_unused_norms, build_transformer, write_transformer
 
@@ -16,7 +18,7 @@ CPU = torch.device("cpu")
 
 
 def load(folder: Path, dtype: torch.dtype) -> LoadedTransformer:
-    return load_transformer(folder, FAMILY, dtype, CPU)
+    return load_transformer(ModelSource(folder), FAMILY, Storage(str(dtype).removeprefix("torch.")), CPU)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])

@@ -1,0 +1,229 @@
+"""Which transformer a model is: a diffusers folder, or a single file whose family, variant and sizes its header shows.
+
+Owns the way from a path to a `Checkpoint` in diffusers' names and its family, on both sides: names, shapes and json
+alone, never the file's name. Reads no weight and starts nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from fnmatch import fnmatchcase
+from math import prod
+from pathlib import Path
+from typing import Any
+
+from .checkpoint import (
+    Checkpoint,
+    TensorInfo,
+    check_shapes,
+    component_folder,
+    read_checkpoint,
+    read_header,
+    read_json,
+)
+from .errors import UserError
+from .families.base import Family
+from .families.layout import MissingWeightError, Original, Shapes
+from .families.registry import FAMILIES, find_family
+from .file_kinds import describe_file
+from .gguf_header import read_gguf_header
+from .quantised import resolve_quantisation
+
+_PREFIXES = ("model.diffusion_model.", "diffusion_model.", "transformer.", "model.", "net.", "")
+"""Where a transformer's names start in single files: ComfyUI's own and those that it takes too."""
+
+
+@dataclass(frozen=True)
+class ModelSource:
+    """Where a transformer comes from: a diffusers folder or a single file.
+
+    `config_from`: a diffusers folder whose transformer's config takes the place of a single file's preset.
+    """
+
+    path: Path
+    config_from: Path | None = None
+
+
+def read_transformer(source: ModelSource) -> tuple[Checkpoint, Family]:
+    """The transformer of `source`, with its family, fully checked from headers and json.
+
+    Raises `UserError` for whatever is not understood, with what was recognised and what is missing.
+    """
+    path, config_from = source.path, source.config_from
+    if not path.is_dir():
+        return _read_single_file(path, config_from)
+    if config_from is not None:
+        raise UserError(f"config_from is set, but {path.name!r} is a diffusers folder with a config of its own.")
+    checkpoint = read_checkpoint(path, "transformer")
+    family = find_family(checkpoint)
+    tensors = resolve_quantisation(checkpoint.tensors, repr(checkpoint.folder.name))
+    checkpoint = replace(checkpoint, tensors=tensors).without(family.unused_weights)
+    return _checked(checkpoint, family), family
+
+
+def _checked(checkpoint: Checkpoint, family: Family) -> Checkpoint:
+    config = family.full_config(checkpoint.config)
+    if family.check_config is not None:
+        family.check_config(config)
+    check_shapes(checkpoint, family.expected_shapes(config))
+    return checkpoint
+
+
+# ----- single files -----
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Match:
+    """A transformer of `family` in a file: its tensors by their names without the prefix; `is_diffusers` layout or the
+    original one."""
+
+    family: Family
+    is_diffusers: bool
+    tensors: Mapping[str, TensorInfo]
+
+    def name_of(self, diffusers_name: str) -> str:
+        """The name in the file, without a prefix."""
+        return diffusers_name if self.is_diffusers else self.family.files.rename(diffusers_name)
+
+    @property
+    def shapes(self) -> Shapes:
+        """By diffusers names."""
+        return Shapes({name: info.shape for name, info in self.tensors.items()}, self.name_of)
+
+
+def _read_single_file(file: Path, config_from: Path | None) -> tuple[Checkpoint, Family]:
+    infos = read_gguf_header(file) if file.suffix == ".gguf" else read_header(file)
+    names = {info.name: info for info in infos}
+    match = _recognise(file, names)
+    layout, family, label = match.family.files, match.family, repr(file.name)
+    match = replace(match, tensors=resolve_quantisation(match.tensors, label))
+    try:
+        variant = layout.variant(match.shapes)
+        preset = {**layout.presets[variant], **_config_of(config_from, family)}
+        structure = layout.structure(match.shapes, preset)
+    except MissingWeightError as error:
+        raise UserError(
+            f"{label} looks like a {family.name} transformer, but {error.args[0]!r} is missing. Was it cut out of a "
+            "larger file, or is it a part of several?"
+        ) from None
+    except (ValueError, IndexError, ZeroDivisionError):
+        raise UserError(
+            f"{label} has the names of a {family.name} transformer, but shapes that no such model has."
+        ) from None
+    flags = [config for name, config in layout.flags.items() if name in match.tensors]
+    config: dict[str, Any] = {**preset, **structure}
+    for fields in flags:
+        config.update(fields)
+    if config_from is not None:
+        _refuse_contradiction(label, config_from, preset, structure)
+    config["_class_name"] = family.class_name
+    checkpoint = Checkpoint(
+        folder=file,
+        class_name=family.class_name,
+        config=config,
+        tensors=_in_diffusers_names(match, family.full_config(config)),
+        config_file=config_from / "config.json" if config_from else None,
+        variant=variant,
+    )
+    return _checked(checkpoint, family), family
+
+
+def _recognise(file: Path, names: Mapping[str, TensorInfo]) -> _Match:
+    """The one transformer in the file; `UserError` that says what the file looks like where there is none."""
+    best: tuple[int, str] = (0, "")
+    for match in _candidates(names):
+        layout = match.family.files
+        wanted = [match.name_of(name) for name in layout.marks]
+        there = [name for name in wanted if name in match.tensors]
+        for glob, kind in layout.refused.items():
+            if there and any(fnmatchcase(name, glob) for name in match.tensors):
+                raise UserError(
+                    f"{file.name!r} is {kind}, which does not run here; it only looks like {match.family.name}. "
+                    "Use ComfyUI's own Load Diffusion Model."
+                )
+        if len(there) == len(wanted):
+            return match
+        missing = next(name for name in wanted if name not in match.tensors)
+        if len(there) > max(best[0], len(wanted) // 2):
+            best = (len(there), f"It looks like a {match.family.name} transformer, but {missing!r} is missing. ")
+    known = ", ".join(family.name for family in FAMILIES)
+    raise UserError(
+        f"{file.name!r} holds no transformer that runs here. {best[1] or describe_file(names) + ' '}"
+        f"Expected a transformer of {known}, in the original, ComfyUI's or diffusers' layout."
+    )
+
+
+def _candidates(names: Mapping[str, TensorInfo]) -> Iterator[_Match]:
+    for prefix in _PREFIXES:
+        if not any(name.startswith(prefix) for name in names):
+            continue
+        within = {
+            name[len(prefix) :]: replace(info, stored_as=info.name)
+            for name, info in names.items()
+            if name.startswith(prefix)
+        }
+        for family in FAMILIES:
+            original = {family.files.canonical(name): info for name, info in within.items()}
+            yield _Match(family=family, is_diffusers=False, tensors=original)
+            yield _Match(family=family, is_diffusers=True, tensors=within)
+
+
+def _config_of(folder: Path | None, family: Family) -> dict[str, Any]:
+    """The config in `folder`, of a transformer of the same class."""
+    if folder is None:
+        return {}
+    config = read_json(component_folder(folder, "transformer") / "config.json")
+    if config.get("_class_name") != family.class_name:
+        raise UserError(
+            f"config_from {folder.name!r} holds a {config.get('_class_name')}, but the file is a {family.class_name}."
+        )
+    return family.full_config({name: value for name, value in config.items() if name[0] != "_"})
+
+
+def _refuse_contradiction(label: str, folder: Path, preset: Mapping[str, Any], structure: Mapping[str, Any]) -> None:
+    for name, value in structure.items():
+        said = preset.get(name)
+        said = tuple(said) if isinstance(said, list) else said
+        if name in preset and said != value:
+            raise UserError(
+                f"config_from {folder.name!r} says {name} = {preset[name]!r}, but the weights in {label} show "
+                f"{value!r}. Choose the folder of the model that the file was made from."
+            )
+
+
+def _in_diffusers_names(match: _Match, config: Mapping[str, Any]) -> dict[str, TensorInfo]:
+    """The weights by diffusers names. What is missing is left out and what is unknown keeps its name: both are for
+    `check_shapes` to report."""
+    layout, family = match.family.files, match.family
+    shapes = family.expected_shapes(config)
+    places = layout.weights(shapes, config) if not match.is_diffusers else {name: Original(name) for name in shapes}
+    ends = _lengths(places)
+    found = {
+        name: _part(match.tensors[place.name], name, place, ends[place.name])
+        for name, place in places.items()
+        if place.name in match.tensors
+    }
+    used = {place.name for place in places.values()} | set(layout.flags)
+    used |= {name for name in match.tensors for glob in family.unused_weights if fnmatchcase(name, match.name_of(glob))}
+    found.update({info.stored_name: info for name, info in match.tensors.items() if name not in used})
+    return found
+
+
+def _lengths(places: Mapping[str, Original]) -> dict[str, int]:
+    """Rows of each original tensor that is made of several weights; 0 for the others."""
+    lengths: dict[str, int] = {}
+    for place in places.values():
+        last = max((stop for _, stop in place.rows), default=0) if place.rows else 0
+        lengths[place.name] = max(last, lengths.get(place.name, 0))
+    return lengths
+
+
+def _part(info: TensorInfo, name: str, place: Original, length: int) -> TensorInfo:
+    """The weight `name`: the rows of a stored tensor that has `length` rows, unless it does not fit."""
+    info = replace(info, name=name)
+    if place.rows is None or not info.shape or info.shape[0] != length:
+        return info  # a shape that does not fit stays as it is, for the report
+    rows = sum(stop - start for start, stop in place.rows)
+    shape = (rows, *info.shape[1:])
+    return replace(info, shape=shape, rows=place.rows, num_bytes=info.num_bytes * prod(shape) // prod(info.shape))
