@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import struct
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatch
 from functools import cached_property
@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from .errors import UserError
+from .file_starts import describe_start
 
 DTYPES: dict[str, tuple[str, int]] = {
     "F64": ("float64", 8),
@@ -150,8 +151,10 @@ def read_json(path: Path) -> dict[str, Any]:
         data = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise UserError(f"{path.parent.name}/{path.name} is missing.") from None
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+    except (ValueError, RecursionError) as error:
         raise UserError(f"{path.parent.name}/{path.name} is not valid json: {error}.") from None
+    except OSError as error:
+        raise UserError(f"{path.parent.name}/{path.name} cannot be read: {error.strerror}.") from None
     if not isinstance(data, dict):
         raise UserError(f"{path.parent.name}/{path.name} holds a {type(data).__name__}; expected a json object.")
     return data
@@ -218,46 +221,91 @@ def _indexed_files(index: Path) -> Sequence[Path]:
 def read_header(file: Path) -> Sequence[TensorInfo]:
     """The tensors that a safetensors file declares, after checking that the file really holds their bytes.
 
+    As strict as the safetensors library, so that what passes here can be opened anywhere.
     Format: https://github.com/huggingface/safetensors#format (8 bytes little-endian header length, json, data).
     """
     label = f"{file.parent.name}/{file.name}"
-    size = file.stat().st_size
-    with file.open("rb") as stream:
-        start = stream.read(8)
-        length = struct.unpack("<Q", start)[0] if len(start) == 8 else -1
-        if not 0 < length <= min(size - 8, _MAX_HEADER_BYTES):
+    header, start, size = _json_header(file, label)
+    metadata = header.pop(_METADATA, {})
+    if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
+        raise UserError(f"{label} has a damaged safetensors header ({_METADATA} is not text). Download it again.")
+    found = [_tensor_info(file, label, name, entry) for name, entry in header.items()]
+    position = 0
+    for begin, end, name in sorted((begin, end, info.name) for info, begin, end in found):
+        if begin != position:
             raise UserError(
-                f"{label} is not a whole safetensors file: it has {size} bytes and its header claims {max(length, 0)}. "
-                "Was the download complete?"
+                f"{label} has a damaged safetensors header: {name!r} begins at byte {begin}, but the tensor before it "
+                f"ends at {position}. Download it again."
             )
-        try:
-            header = json.loads(stream.read(length))
-        except (json.JSONDecodeError, UnicodeDecodeError):
-            raise UserError(f"{label} has a damaged safetensors header (it is not json). Download it again.") from None
-    infos = [_tensor_info(file, label, name, entry) for name, entry in header.items() if name != "__metadata__"]
-    needed = 8 + length + max((end for _, end in infos), default=0)
+        position = end
+    _check_size(label, start + position, size)
+    return [info for info, _, _ in found]
+
+
+_METADATA = "__metadata__"
+
+
+def _json_header(file: Path, label: str) -> tuple[dict[str, Any], int, int]:
+    """The json, where the data begins, and the file's size in bytes."""
+    try:
+        size = file.stat().st_size
+        with file.open("rb") as stream:
+            first = stream.read(8)
+            length = struct.unpack("<Q", first)[0] if len(first) == 8 else -1
+            is_whole = 0 < length <= min(size - 8, _MAX_HEADER_BYTES)
+            text = stream.read(length if is_whole else 64)
+    except OSError as error:
+        raise UserError(f"{label} cannot be read: {error.strerror}.") from None
+    if not is_whole:
+        raise UserError(
+            f"{label} is not a whole safetensors file: it has {size} bytes and its header claims {max(length, 0)}."
+            f"{describe_start(first + text) or ' Was the download complete?'}"
+        )
+    header = _parse_header(text)
+    if header is None:
+        raise UserError(f"{label} has a damaged safetensors header (it is not json). Download it again.")
+    return header, 8 + length, size
+
+
+def _parse_header(text: bytes) -> dict[str, Any] | None:
+    """None where it is no json object, or has names that are no text."""
+    try:
+        header = json.loads(text)
+        if isinstance(header, dict):
+            "".join(header).encode()  # half a surrogate pair is json, but no text
+            return header
+    except (ValueError, RecursionError):
+        pass
+    return None
+
+
+def _check_size(label: str, needed: int, size: int) -> None:
     if size < needed:
         raise UserError(
             f"{label} is cut off: its header describes {needed} bytes, the file has {size} "
             f"({(needed - size) / 1e6:.1f} MB are missing). Download it again."
         )
-    return [info for info, _ in infos]
+    if size > needed:
+        raise UserError(f"{label} has {size} bytes, but its header describes {needed}. Download it again.")
 
 
 def read_metadata(file: Path) -> dict[str, str]:
     """The free-form part of a safetensors header, of a file that `read_header` has accepted."""
-    with file.open("rb") as stream:
-        (length,) = struct.unpack("<Q", stream.read(8))
-        metadata = json.loads(stream.read(length)).get("__metadata__")
-    return metadata if isinstance(metadata, dict) else {}
+    header, _, _ = _json_header(file, f"{file.parent.name}/{file.name}")
+    metadata: dict[str, str] = header.get(_METADATA, {})
+    return metadata
 
 
-def _tensor_info(file: Path, label: str, name: str, entry: Any) -> tuple[TensorInfo, int]:
-    """The tensor and the offset of its last byte; refuses entries whose numbers do not agree."""
+def _tensor_info(file: Path, label: str, name: str, entry: Any) -> tuple[TensorInfo, int, int]:
+    """The tensor, and the offsets of its first byte and one past its last; refuses numbers that do not agree."""
+    damaged = UserError(f"{label} has a damaged header entry for {name!r}. Download it again.")
     try:
-        dtype, shape, (begin, end) = entry["dtype"], tuple(int(n) for n in entry["shape"]), entry["data_offsets"]
+        dtype, sizes, (begin, end) = entry["dtype"], entry["shape"], entry["data_offsets"]
     except (TypeError, KeyError, ValueError):
-        raise UserError(f"{label} has a damaged header entry for {name!r}. Download it again.") from None
+        raise damaged from None
+    shape = tuple(sizes) if isinstance(sizes, list) else (-1,)
+    if not isinstance(dtype, str) or any(type(number) is not int or number < 0 for number in (*shape, begin, end)):
+        raise damaged
     if dtype not in DTYPES:
         raise UserError(f"{label}: tensor {name!r} has dtype {dtype}, which is not known. Known: {', '.join(DTYPES)}.")
     torch_name, width = DTYPES[dtype]
@@ -266,15 +314,21 @@ def _tensor_info(file: Path, label: str, name: str, entry: Any) -> tuple[TensorI
             f"{label}: tensor {name!r} claims shape {list(shape)} of {dtype} but {end - begin} bytes; "
             f"expected {_count(shape) * width}."
         )
-    return TensorInfo(name=name, dtype=torch_name, shape=shape, num_bytes=end - begin, file=file), end
+    return TensorInfo(name=name, dtype=torch_name, shape=shape, num_bytes=end - begin, file=file), begin, end
 
 
-def check_shapes(checkpoint: Checkpoint, expected: Mapping[str, tuple[int, ...]]) -> None:
-    """Compares names and shapes with what the config implies; `UserError` lists the first few that differ."""
+def check_shapes(
+    checkpoint: Checkpoint, expected: Mapping[str, tuple[int, ...]], name_of: Callable[[str], str] = str
+) -> None:
+    """Compares names and shapes with what the config implies; `UserError` lists the first few that differ.
+
+    `name_of`: the name that the file has for an expected one.
+    """
     have = checkpoint.tensors
-    problems = [f"{name} is missing" for name in expected if name not in have]
+    missing = dict.fromkeys(name_of(name) for name in expected if name not in have)  # parts of one tensor once
+    problems = [f"{name} is missing" for name in missing]
     problems += [
-        f"{name} has shape {list(have[name].shape)}, expected {list(shape)}"
+        f"{name_of(name)} has shape {list(have[name].shape)}, expected {list(shape)}"
         for name, shape in expected.items()
         if name in have and have[name].shape != shape
     ]

@@ -13,6 +13,7 @@ from .checkpoint import TensorInfo
 _KINDS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("a LoRA", ("*lora_A*", "*lora_B*", "*lora_down*", "*lora_up*", "*.hada_w1_a", "*.lokr_w1*", "*.diff_b")),
     ("SVDQuant weights (Nunchaku)", ("*.smooth_factor*", "*.wscales")),
+    ("a ControlNet", ("controlnet_*", "*input_hint_block.*", "zero_convs.*", "control_model.*")),
     ("an SD 1.x, SD 2.x or SDXL checkpoint (a U-Net)", ("*input_blocks.*", "down_blocks.*.resnets.*")),
     ("Stable Diffusion 3", ("*joint_blocks.*",)),
     ("FLUX.2", ("*double_stream_modulation_img.*",)),
@@ -21,7 +22,6 @@ _KINDS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("HiDream", ("*caption_projection.*.linear.weight", "*double_stream_blocks.*")),
     ("LTX-Video", ("*adaln_single.*", "*patchify_proj.*")),
     ("Lumina 2 or Z-Image", ("*cap_embedder.*", "*noise_refiner.*")),
-    ("a ControlNet", ("controlnet_*", "*input_hint_block.*", "zero_convs.*", "control_model.*")),
     ("a Wan or Qwen-Image VAE", ("decoder.middle.*", "decoder.upsamples.*", "encoder.downsamples.*")),
     ("a VAE", ("decoder.up.*", "decoder.up_blocks.*", "encoder.down.*", "first_stage_model.*", "quant_conv.*")),
     ("a CLIP text encoder", ("*text_model.encoder.*",)),

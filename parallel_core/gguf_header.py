@@ -14,6 +14,7 @@ from typing import Any, BinaryIO
 
 from .checkpoint import TensorInfo
 from .errors import UserError
+from .file_starts import describe_start
 
 GGUF_BLOCKS: dict[str, tuple[int, int]] = {
     "Q4_0": (32, 18),
@@ -41,7 +42,9 @@ _PLAIN = {"float32": (1, 4), "float16": (1, 2), "bfloat16": (1, 2)}
 
 _SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 _STRING, _ARRAY = 8, 9
-_MOST = 1_000_000  # tensors, entries, elements of an array in a header
+_MOST = 1_000_000  # tensors, entries, elements of an array, bytes of a text in a header
+_MOST_BYTES = 50_000_000  # of a header; a language model's vocabulary takes 10 MB
+_MOST_DIMS = 4
 
 _ORIGINAL_SHAPE = "comfy.gguf.orig_shape."
 """Entries that say what was flattened, since GGUF has four dimensions at most."""
@@ -67,20 +70,30 @@ def parse_gguf(file: Path) -> GgufHeader:
     Raises `UserError` for another or a newer format, damage, a cut-off file and packed types that cannot be read.
     """
     label = f"{file.parent.name}/{file.name}"
-    with file.open("rb") as stream:
-        try:
+    try:
+        size = file.stat().st_size
+        with file.open("rb") as stream:
             header = _Parser(stream, file, label).parse()
-        except (struct.error, UnicodeDecodeError, OverflowError, MemoryError):
-            raise UserError(f"{label} has a damaged GGUF header. Was the download complete?") from None
-    size = file.stat().st_size
-    ends = [header.offsets[name] + info.num_bytes for name, info in header.tensors.items()]
-    needed = max(ends, default=0)
-    if size < needed:
-        raise UserError(
-            f"{label} is cut off: its header describes {needed} bytes, the file has {size} "
-            f"({(needed - size) / 1e6:.1f} MB are missing). Download it again."
-        )
+    except OSError as error:
+        raise UserError(f"{label} cannot be read: {error.strerror}.") from None
+    except (struct.error, UnicodeDecodeError, RecursionError):
+        raise UserError(f"{label} has a damaged GGUF header. Was the download complete?") from None
+    _check_places(label, header, size)
     return header
+
+
+def _check_places(label: str, header: GgufHeader, size: int) -> None:
+    """Every tensor has bytes of its own, and the file has them."""
+    end = 0
+    for name, begin in sorted(header.offsets.items(), key=lambda item: item[1]):
+        if begin < end:
+            raise UserError(f"{label} has a damaged GGUF header: {name!r} lies over another tensor. Download it again.")
+        end = begin + header.tensors[name].num_bytes
+    if size < end:
+        raise UserError(
+            f"{label} is cut off: its header describes {end} bytes, the file has {size} "
+            f"({(end - size) / 1e6:.1f} MB are missing). Download it again."
+        )
 
 
 class _Parser:
@@ -88,20 +101,28 @@ class _Parser:
         self._stream = stream
         self._file = file
         self._label = label
+        self._left = _MOST_BYTES
 
     def parse(self) -> GgufHeader:
-        magic = self._stream.read(4)
+        magic = self._read(4)
+        if magic != b"GGUF":
+            hint = describe_start(magic + self._stream.read(64))
+            raise UserError(f"{self._label} is no GGUF file: it begins with {magic!r}.{hint}")
         version = self._number("I")
-        if magic != b"GGUF" or version not in (2, 3):
-            raise UserError(f"{self._label} is no GGUF file of version 2 or 3: it begins with {magic!r}, {version}.")
+        if version not in (2, 3):
+            raise UserError(f"{self._label} is GGUF of version {version}; expected version 2 or 3, little-endian.")
         num_tensors, num_entries = self._number("Q"), self._number("Q")
         if max(num_tensors, num_entries) > _MOST:
-            raise UserError(f"{self._label} has a damaged GGUF header: it claims {num_tensors} tensors.")
+            raise self._damaged(f"it claims {num_tensors} tensors and {num_entries} entries")
         entries = {self._string(): self._value(self._number("I")) for _ in range(num_entries)}
         raw = [self._tensor() for _ in range(num_tensors)]
-        alignment = int(entries.get("general.alignment", 32)) or 32
+        alignment = entries.get("general.alignment", 32)
+        if type(alignment) is not int or not 0 < alignment <= 1 << 20:
+            raise self._damaged(f"its alignment is {alignment!r}")
         start = -(-self._stream.tell() // alignment) * alignment
         tensors = {name: self._info(name, kind, shape, entries) for name, kind, shape, _ in raw}
+        if len(tensors) < len(raw):
+            raise self._damaged("it has two tensors of the same name")
         offsets = {name: start + offset for name, _, _, offset in raw}
         return GgufHeader(tensors, offsets, str(entries.get("general.architecture", "")))
 
@@ -112,14 +133,20 @@ class _Parser:
             raise UserError(
                 f"{self._label}: {name!r} is packed as {dtype}, which cannot be read. Known: {', '.join(GGUF_BLOCKS)}."
             )
-        shape = tuple(entries.get(_ORIGINAL_SHAPE + name, stored))
-        if prod(shape) != prod(stored) or (stored and stored[-1] % block):
+        original = entries.get(_ORIGINAL_SHAPE + name, stored)
+        shape = tuple(original) if isinstance(original, (list, tuple)) else ()
+        if any(type(size) is not int or size < 0 for size in shape) or prod(shape) != prod(stored):
+            raise self._damaged(f"{name!r} has {list(stored)} numbers, said to be {original!r}")
+        if block > 1 and not (stored and shape and stored[-1] % block == shape[-1] % block == 0):
             raise UserError(f"{self._label}: the shape {list(shape)} of {name!r} does not fit its blocks of {block}.")
         return TensorInfo(name=name, dtype=dtype, shape=shape, num_bytes=prod(stored) // block * size, file=self._file)
 
     def _tensor(self) -> tuple[str, int, tuple[int, ...], int]:
         name = self._string()
-        dims = [self._number("Q") for _ in range(min(self._number("I"), 8))]
+        num_dims = self._number("I")
+        if num_dims > _MOST_DIMS:
+            raise self._damaged(f"{name!r} has {num_dims} dimensions")
+        dims = [self._number("Q") for _ in range(num_dims)]
         return name, self._number("I"), tuple(reversed(dims)), self._number("Q")
 
     def _value(self, kind: int) -> Any:
@@ -128,18 +155,26 @@ class _Parser:
         if kind == _ARRAY:
             of, length = self._number("I"), self._number("Q")
             if length > _MOST:
-                raise UserError(f"{self._label} has a damaged GGUF header: an array of {length} entries.")
+                raise self._damaged(f"an array of {length} entries")
             return [self._value(of) for _ in range(length)]
         if kind not in _SCALARS:
-            raise UserError(f"{self._label} has a damaged GGUF header: an entry of type {kind}.")
+            raise self._damaged(f"an entry of type {kind}")
         return self._number(_SCALARS[kind])
 
     def _number(self, code: str) -> Any:
-        size = struct.calcsize(f"<{code}")
-        return struct.unpack(f"<{code}", self._stream.read(size))[0]
+        return struct.unpack(f"<{code}", self._read(struct.calcsize(f"<{code}")))[0]
 
     def _string(self) -> str:
         length = self._number("Q")
-        if length > 1 << 20:
-            raise UserError(f"{self._label} has a damaged GGUF header: a text of {length} bytes.")
-        return self._stream.read(length).decode("utf-8")
+        if length > _MOST:
+            raise self._damaged(f"a text of {length} bytes")
+        return self._read(length).decode("utf-8")
+
+    def _read(self, size: int) -> bytes:
+        self._left -= size
+        if self._left < 0:
+            raise self._damaged(f"it is longer than {_MOST_BYTES} bytes")
+        return self._stream.read(size)
+
+    def _damaged(self, what: str) -> UserError:
+        return UserError(f"{self._label} has a damaged GGUF header: {what}. Download it again.")

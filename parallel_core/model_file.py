@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
-from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -59,15 +58,22 @@ def read_transformer(source: ModelSource) -> tuple[Checkpoint, Family]:
     family = find_family(checkpoint)
     tensors = resolve_quantisation(checkpoint.tensors, repr(checkpoint.folder.name))
     checkpoint = replace(checkpoint, tensors=tensors).without(family.unused_weights)
-    return _checked(checkpoint, family), family
+    check_shapes(checkpoint, _expected_shapes(family, family.full_config(checkpoint.config), path))
+    return checkpoint, family
 
 
-def _checked(checkpoint: Checkpoint, family: Family) -> Checkpoint:
-    config = family.full_config(checkpoint.config)
-    if family.check_config is not None:
-        family.check_config(config)
-    check_shapes(checkpoint, family.expected_shapes(config))
-    return checkpoint
+def _expected_shapes(family: Family, config: Mapping[str, Any], path: Path) -> Mapping[str, tuple[int, ...]]:
+    """What the weights must be, after checking that the config is one that the family runs."""
+    try:
+        if family.check_config is not None:
+            family.check_config(config)
+        return family.expected_shapes(config)
+    except UserError:
+        raise
+    except (TypeError, ValueError, KeyError, ZeroDivisionError) as error:
+        raise UserError(
+            f"The config of {path.name!r} has a value that no {family.name} transformer has ({error})."
+        ) from None
 
 
 # ----- single files -----
@@ -98,18 +104,23 @@ def _read_single_file(file: Path, config_from: Path | None) -> tuple[Checkpoint,
     match = _recognise(file, names)
     layout, family, label = match.family.files, match.family, repr(file.name)
     match = replace(match, tensors=resolve_quantisation(match.tensors, label))
+    empty = next((name for name, info in match.tensors.items() if 0 in info.shape and name not in layout.flags), None)
+    if empty is not None:
+        raise UserError(f"{label} looks like a {family.name} transformer, but {empty!r} is empty. Use another copy.")
+    given = _config_of(config_from, family)
     try:
         variant = layout.variant(match.shapes)
-        preset = {**layout.presets[variant], **_config_of(config_from, family)}
+        preset = {**layout.presets[variant], **given}
         structure = layout.structure(match.shapes, preset)
     except MissingWeightError as error:
         raise UserError(
             f"{label} looks like a {family.name} transformer, but {error.args[0]!r} is missing. Was it cut out of a "
             "larger file, or is it a part of several?"
         ) from None
-    except (ValueError, IndexError, ZeroDivisionError):
+    except (TypeError, ValueError, IndexError, ZeroDivisionError):
+        hint = f", or the config in {config_from.name!r} values that none has" if config_from else ""
         raise UserError(
-            f"{label} has the names of a {family.name} transformer, but shapes that no such model has."
+            f"{label} has the names of a {family.name} transformer, but shapes that no such model has{hint}."
         ) from None
     flags = [config for name, config in layout.flags.items() if name in match.tensors]
     config: dict[str, Any] = {**preset, **structure}
@@ -118,15 +129,17 @@ def _read_single_file(file: Path, config_from: Path | None) -> tuple[Checkpoint,
     if config_from is not None:
         _refuse_contradiction(label, config_from, preset, structure)
     config["_class_name"] = family.class_name
+    expected = _expected_shapes(family, family.full_config(config), config_from or file)
     checkpoint = Checkpoint(
         folder=file,
         class_name=family.class_name,
         config=config,
-        tensors=_in_diffusers_names(match, family.full_config(config)),
+        tensors=_in_diffusers_names(match, expected, family.full_config(config)),
         config_file=config_from / "config.json" if config_from else None,
         variant=variant,
     )
-    return _checked(checkpoint, family), family
+    check_shapes(checkpoint, expected, match.name_of)
+    return checkpoint, family
 
 
 def _recognise(file: Path, names: Mapping[str, TensorInfo]) -> _Match:
@@ -178,7 +191,7 @@ def _config_of(folder: Path | None, family: Family) -> dict[str, Any]:
         raise UserError(
             f"config_from {folder.name!r} holds a {config.get('_class_name')}, but the file is a {family.class_name}."
         )
-    return family.full_config({name: value for name, value in config.items() if name[0] != "_"})
+    return family.full_config({name: value for name, value in config.items() if not name.startswith("_")})
 
 
 def _refuse_contradiction(label: str, folder: Path, preset: Mapping[str, Any], structure: Mapping[str, Any]) -> None:
@@ -192,11 +205,12 @@ def _refuse_contradiction(label: str, folder: Path, preset: Mapping[str, Any], s
             )
 
 
-def _in_diffusers_names(match: _Match, config: Mapping[str, Any]) -> dict[str, TensorInfo]:
+def _in_diffusers_names(
+    match: _Match, shapes: Mapping[str, tuple[int, ...]], config: Mapping[str, Any]
+) -> dict[str, TensorInfo]:
     """The weights by diffusers names. What is missing is left out and what is unknown keeps its name: both are for
     `check_shapes` to report."""
     layout, family = match.family.files, match.family
-    shapes = family.expected_shapes(config)
     places = layout.weights(shapes, config) if not match.is_diffusers else {name: Original(name) for name in shapes}
     ends = _lengths(places)
     found = {
@@ -206,7 +220,9 @@ def _in_diffusers_names(match: _Match, config: Mapping[str, Any]) -> dict[str, T
     }
     used = {place.name for place in places.values()} | set(layout.flags)
     used |= {name for name in match.tensors for glob in family.unused_weights if fnmatchcase(name, match.name_of(glob))}
-    found.update({info.stored_name: info for name, info in match.tensors.items() if name not in used})
+    for name, info in match.tensors.items():
+        if name not in used:  # some files have one weight in both layouts
+            found[info.stored_name if info.stored_name not in found else f"a second {info.stored_name}"] = info
     return found
 
 
@@ -220,10 +236,15 @@ def _lengths(places: Mapping[str, Original]) -> dict[str, int]:
 
 
 def _part(info: TensorInfo, name: str, place: Original, length: int) -> TensorInfo:
-    """The weight `name`: the rows of a stored tensor that has `length` rows, unless it does not fit."""
+    """The weight `name`: all of a stored tensor, or the rows of one that must have `length` of them."""
     info = replace(info, name=name)
-    if place.rows is None or not info.shape or info.shape[0] != length:
-        return info  # a shape that does not fit stays as it is, for the report
+    if place.rows is None:
+        return info  # a shape that does not fit is for `check_shapes` to report
+    if not info.shape or info.shape[0] != length:  # it might have the part's shape by chance
+        raise UserError(
+            f"{info.file.name!r}: {info.stored_name!r} has shape {list(info.shape)}; expected {length} rows, as the "
+            "other weights have it."
+        )
     rows = sum(stop - start for start, stop in place.rows)
     shape = (rows, *info.shape[1:])
-    return replace(info, shape=shape, rows=place.rows, num_bytes=info.num_bytes * prod(shape) // prod(info.shape))
+    return replace(info, shape=shape, rows=place.rows, num_bytes=info.num_bytes * rows // length)

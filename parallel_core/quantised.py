@@ -50,6 +50,7 @@ _FORMATS = {"float8_e4m3fn": "float8_e4m3fn", "float8_e5m2": "float8_e5m2"}
 """comfy_quant's format -> the dtype its weights must have."""
 
 _METADATA = "_quantization_metadata"
+_MOST_TEXT = 1 << 16  # bytes of a layer's entry; usual ones have under a hundred
 
 
 def resolve_quantisation(tensors: Mapping[str, TensorInfo], label: str) -> dict[str, TensorInfo]:
@@ -130,20 +131,29 @@ def _comfy_layers(tensors: Mapping[str, TensorInfo], label: str) -> dict[str, di
         text = read_metadata(file).get(_METADATA)
         if text is not None:
             prefixes = {info.stored_name.removesuffix(name) for name, info in tensors.items() if info.file == file}
-            for name, entry in _parse(text, file.name, label).get("layers", {}).items():
+            for name, entry in _layers(_parse(text, _METADATA, label), label).items():
                 layers.update({name.removeprefix(prefix): entry for prefix in prefixes if name.startswith(prefix)})
         with safe_open(file, framework="np") as source:
             for name, info in tensors.items():
                 if info.file == file and name.endswith(".comfy_quant"):
+                    if info.dtype != "uint8" or info.num_bytes > _MOST_TEXT:
+                        raise UserError(f"{label}: the quantisation entry {name!r} is no json in bytes. {_DAMAGED}")
                     text = source.get_tensor(info.stored_name).tobytes().decode("utf-8", errors="replace")
                     layers[name.removesuffix(".comfy_quant")] = _parse(text, name, label)
+    return layers
+
+
+def _layers(described: Mapping[str, Any], label: str) -> dict[str, dict[str, Any]]:
+    layers = described.get("layers")
+    if not isinstance(layers, dict) or not all(isinstance(entry, dict) for entry in layers.values()):
+        raise UserError(f"{label}: {_METADATA!r} does not say which layers are quantised, and how. {_DAMAGED}")
     return layers
 
 
 def _parse(text: str, where: str, label: str) -> dict[str, Any]:
     try:
         entry = json.loads(text)
-    except json.JSONDecodeError:
+    except (ValueError, RecursionError):
         entry = None
     if not isinstance(entry, dict):
         raise UserError(f"{label}: the quantisation entry {where!r} is not a json object. {_DAMAGED}")
@@ -162,7 +172,7 @@ def _with_new_scales(
             found[name] = info
             continue
         kind = layers[layer].get("format")
-        if kind not in _FORMATS:
+        if not isinstance(kind, str) or kind not in _FORMATS:
             raise UserError(
                 f"{label}: {name!r} is quantised as {kind} (comfy_quant), which is not supported. {_ADVICE}"
             )

@@ -49,11 +49,15 @@ class Shapes:
         return self._rename(name) in self._stored
 
     def count(self, pattern: str) -> int:
-        """How many tensors there are for `pattern` with {} = 0, 1, 2 ... without a gap."""
-        number = 0
-        while pattern.format(number) in self:
-            number += 1
-        return number
+        """How many tensors `pattern` stands for with {} = 0, 1, 2 ... up to the last one that is there.
+
+        One that lies between is counted though it is missing, so that it is missed; a number beyond what the file could
+        have is none.
+        """
+        start, end = self._rename(pattern).split("{}")
+        middles = (name[len(start) : -len(end)] for name in self._stored if name.startswith(start))
+        numbers = [int(middle) for middle in middles if middle.isdecimal() and start + middle + end in self._stored]
+        return max((number + 1 for number in numbers if number < len(self._stored)), default=0)
 
 
 class MissingWeightError(KeyError):
