@@ -72,8 +72,13 @@ def _expected_shapes(family: Family, config: Mapping[str, Any], path: Path) -> M
         raise
     except (TypeError, ValueError, KeyError, ZeroDivisionError) as error:
         raise UserError(
-            f"The config of {path.name!r} has a value that no {family.name} transformer has ({error})."
+            f"The config of {_spoken(path)!r} has a value that no {family.name} transformer has ({error})."
         ) from None
+
+
+def _spoken(path: Path) -> str:
+    """As the user knows it: a pipeline's transformer folder by the pipeline's name too."""
+    return f"{path.parent.name}/{path.name}" if path.name.startswith("transformer") else path.name
 
 
 # ----- single files -----
@@ -107,7 +112,7 @@ def _read_single_file(file: Path, config_from: Path | None) -> tuple[Checkpoint,
     empty = next((name for name, info in match.tensors.items() if 0 in info.shape and name not in layout.flags), None)
     if empty is not None:
         raise UserError(f"{label} looks like a {family.name} transformer, but {empty!r} is empty. Use another copy.")
-    given = _config_of(config_from, family)
+    given = _config_of(config_from, family, label)
     try:
         variant = layout.variant(match.shapes)
         preset = {**layout.presets[variant], **given}
@@ -118,7 +123,7 @@ def _read_single_file(file: Path, config_from: Path | None) -> tuple[Checkpoint,
             "larger file, or is it a part of several?"
         ) from None
     except (TypeError, ValueError, IndexError, ZeroDivisionError):
-        hint = f", or the config in {config_from.name!r} values that none has" if config_from else ""
+        hint = f", or the config in {_spoken(config_from)!r} values that none has" if config_from else ""
         raise UserError(
             f"{label} has the names of a {family.name} transformer, but shapes that no such model has{hint}."
         ) from None
@@ -182,14 +187,15 @@ def _candidates(names: Mapping[str, TensorInfo]) -> Iterator[_Match]:
             yield _Match(family=family, is_diffusers=True, tensors=within)
 
 
-def _config_of(folder: Path | None, family: Family) -> dict[str, Any]:
+def _config_of(folder: Path | None, family: Family, label: str) -> dict[str, Any]:
     """The config in `folder`, of a transformer of the same class."""
     if folder is None:
         return {}
     config = read_json(component_folder(folder, "transformer") / "config.json")
     if config.get("_class_name") != family.class_name:
         raise UserError(
-            f"config_from {folder.name!r} holds a {config.get('_class_name')}, but the file is a {family.class_name}."
+            f"config_from {_spoken(folder)!r} holds a {config.get('_class_name')}, but {label} is a "
+            f"{family.class_name}. Choose the folder of the model that the file was made from."
         )
     return family.full_config({name: value for name, value in config.items() if not name.startswith("_")})
 
@@ -200,7 +206,7 @@ def _refuse_contradiction(label: str, folder: Path, preset: Mapping[str, Any], s
         said = tuple(said) if isinstance(said, list) else said
         if name in preset and said != value:
             raise UserError(
-                f"config_from {folder.name!r} says {name} = {preset[name]!r}, but the weights in {label} show "
+                f"config_from {_spoken(folder)!r} says {name} = {preset[name]!r}, but the weights in {label} show "
                 f"{value!r}. Choose the folder of the model that the file was made from."
             )
 
