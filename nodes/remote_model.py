@@ -26,7 +26,7 @@ from .lora_keys import MissingKeys, describe_missing, looks_like
 from .prompt_conds import prepare_apart
 from .prompt_rows import reassign
 from .refusals import refuse_block_code, refuse_sampling
-from .remote_patcher import ATTRIBUTE, RemotePatcher, bind, remote_of
+from .remote_patcher import RemotePatcher, bind, remote_of
 from .rendezvous import submit
 from .runtime import as_comfy_interrupt, cancel_requested, say
 from .weight_patches import patch_set
@@ -38,6 +38,9 @@ class RemoteModelPatcher(RemotePatcher):
     Patches (LoRAs) are this side's: what is on the weights is what the patcher that was loaded last has, as with
     ComfyUI's own models, whose clones share their weights too.
     """
+
+    _translated: tuple[Any, PatchSet] | None = None
+    """What `patches` were when they had this uuid."""
 
     def add_patches(self, patches: Any, strength_patch: float = 1.0, strength_model: float = 1.0) -> list[Any]:
         """As ComfyUI's; says which keys of a LoRA's file match nothing. `UserError` when none does."""
@@ -60,11 +63,9 @@ class RemoteModelPatcher(RemotePatcher):
 
     def weight_patches(self) -> PatchSet:
         """What the patches on this MODEL mean for the ranks. `UserError` for what they cannot do."""
-        known = self.attachments.get(ATTRIBUTE)
-        if known is None or known[0] != self.patches_uuid:
-            known = self.attachments[ATTRIBUTE] = (self.patches_uuid, patch_set(self.patches, _remote(self)))
-        found: PatchSet = known[1]
-        return found
+        if self._translated is None or self._translated[0] != self.patches_uuid:
+            self._translated = (self.patches_uuid, patch_set(self.patches, _remote(self)))
+        return self._translated[1]
 
     def partially_load(self, device_to: Any, extra_memory: float = 0, force_patch_weights: bool = False) -> Any:
         """As ComfyUI's, but other patches are no reason to unload: the ranks change the weights that they hold."""

@@ -226,7 +226,7 @@ def _check(up: Tensor, down: Tensor, region: Shape) -> None:
 
 
 def check_patch(patch: WeightPatch, factors: Factors, shape: Shape) -> None:
-    """Raises (ValueError, RuntimeError, IndexError) where a patch does not fit a weight of `shape`; computes nothing."""
+    """ValueError, RuntimeError or IndexError for a patch that does not fit a weight of `shape`. Computes nothing."""
     on_meta = {role: torch.empty_like(tensor, device="meta") for role, tensor in factors.items()}
     if patch.offset is not None:
         dim, start, length = patch.offset

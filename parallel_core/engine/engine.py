@@ -189,10 +189,7 @@ class Engine:
             self.discard(group, spec)
             raise
         finally:
-            for key in (
-                spec.key,
-                source,
-            ):  # a model is read without patches, and loses them where another is made of it
+            for key in (spec.key, source):  # a model loses its patches when it is read, or another is made of it
                 group.patched.pop(key, None)
         by_device: dict[str, int] = {}
         for reply in replies:

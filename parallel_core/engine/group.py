@@ -76,7 +76,7 @@ class Group:
         self.loaded: set[str] = set()
         """Keys of what the ranks' stores hold."""
         self.patched: dict[str, str] = {}
-        """Which set of weight patches is on what the ranks hold, by its key; see `weight_patches.PatchSet.id`."""
+        """Which set of weight patches is on a model, by its key, where that is known: `weight_patches.PatchSet.id`."""
         self.last_use = time.monotonic()
         """When the last request ended."""
         self._next_id = 0

@@ -25,7 +25,7 @@ PIECE_BYTES = 128 << 20
 
 def apply_patches(engine: Engine, group: Group, spec: ModelSpec, patches: PatchSet) -> int:
     """Makes `patches` those on the model of `spec`, which `group` holds and is locked for. Returns the bytes sent."""
-    if group.patched.get(spec.key, "") == patches.id:
+    if group.patched.get(spec.key) == patches.id:
         return 0
     num_bytes = 0
     try:
