@@ -53,7 +53,9 @@ class RemoteModelPatcher(RemotePatcher):
             )
         matched = list(super().add_patches(patches, strength_patch, strength_model))
         self.model.missing_keys.take()  # ComfyUI looks at the names here too
-        if missing:
+        if not matched:  # LoraLoader's other half, the text encoder, has them all
+            say("None of the LoRA's keys is for the diffusion model, which stays as it is")
+        elif missing:
             say(describe_missing(missing, len(matched)))
         return matched
 

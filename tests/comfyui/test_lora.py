@@ -113,15 +113,22 @@ def test_models_with_and_without_loras_take_turns_in_one_workflow(comfy: Comfy, 
         assert distance(ours, expected("flux", loras)) <= FP32_TOLERANCE, loras
 
 
-def test_lora_loader_with_a_text_encoder_input(comfy: Comfy, expected: Run) -> None:
-    """The older node: keys for the encoder are no keys that match nothing."""
+@pytest.mark.parametrize("for_model", [True, False])
+def test_lora_loader_with_a_text_encoder(comfy: Comfy, models: Path, expected: Run, for_model: bool) -> None:
+    """The older node: keys for the encoder match something, and a file may have no others."""
+    tensors = load_file(models / "loras" / "flux-peft.safetensors") if for_model else {}
+    encoder = "lora_te1_text_model_encoder_layers_0_mlp_fc1"
+    tensors |= {f"{encoder}.lora_up.weight": torch.ones(2, 1), f"{encoder}.lora_down.weight": torch.ones(1, 2)}
+    name = write_lora(models, f"with-encoder-{for_model}.safetensors", tensors)
     graph = Graph()
+    loras: dict[str, Any] = {"lora_name": name, "strength_model": 0.8, "strength_clip": 1.0}
     model = parallel("flux", PLANS["ulysses 2"])(graph)
-    clip = graph.add("TestClip")
-    lora = {"lora_name": "flux-peft.safetensors", "strength_model": 0.8, "strength_clip": 0.0}
-    model = graph.add("LoraLoader", model=model, clip=clip, **lora)
-    ours = comfy.latents(graph, sampled(graph, "flux", model))
-    assert distance(ours, expected("flux", [("flux-peft.safetensors", 0.8)])) <= FP32_TOLERANCE
+    loaded = graph.add("LoraLoader", model=model, clip=graph.add("TestClip"), **loras)
+    graph.add("TestSaveLatent", samples=sampled(graph, "flux", loaded), name="with-encoder")
+    texts = comfy.run(graph).texts.get(loaded.node_id, [])
+    assert texts == ([] if for_model else ["None of the LoRA's keys is for the diffusion model, which stays as it is"])
+    wanted = expected("flux", [("flux-peft.safetensors", 0.8)] if for_model else [])
+    assert distance(comfy.saved("with-encoder"), wanted) <= FP32_TOLERANCE
 
 
 # ----- what does not match -----
