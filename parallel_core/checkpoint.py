@@ -281,8 +281,9 @@ def check_shapes(checkpoint: Checkpoint, expected: Mapping[str, tuple[int, ...]]
     problems += [f"{name} is not part of a {checkpoint.class_name}" for name in have if name not in expected]
     if problems:
         more = f" (and {len(problems) - 4} more)" if len(problems) > 4 else ""
+        what = f"what they look like ({checkpoint.variant})" if checkpoint.variant else "its config.json"
         raise UserError(
-            f"The weights in {checkpoint.folder.name!r} do not fit its config.json: {'; '.join(problems[:4])}{more}."
+            f"The weights in {checkpoint.folder.name!r} do not fit {what}: {'; '.join(problems[:4])}{more}."
         )
 
 

@@ -132,15 +132,12 @@ def _comfy_layers(tensors: Mapping[str, TensorInfo], label: str) -> dict[str, di
             prefixes = {info.stored_name.removesuffix(name) for name, info in tensors.items() if info.file == file}
             for name, entry in _parse(text, file.name, label).get("layers", {}).items():
                 layers.update({name.removeprefix(prefix): entry for prefix in prefixes if name.startswith(prefix)})
-    entries = {name: info for name, info in tensors.items() if name.endswith(".comfy_quant")}
-    for name, info in entries.items():
-        layers[name.removesuffix(".comfy_quant")] = _parse(_text_of(info), name, label)
+        with safe_open(file, framework="np") as source:
+            for name, info in tensors.items():
+                if info.file == file and name.endswith(".comfy_quant"):
+                    text = source.get_tensor(info.stored_name).tobytes().decode("utf-8", errors="replace")
+                    layers[name.removesuffix(".comfy_quant")] = _parse(text, name, label)
     return layers
-
-
-def _text_of(info: TensorInfo) -> str:
-    with safe_open(info.file, framework="np") as source:
-        return bytes(source.get_tensor(info.stored_name).tobytes()).decode("utf-8", errors="replace")
 
 
 def _parse(text: str, where: str, label: str) -> dict[str, Any]:

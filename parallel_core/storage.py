@@ -128,12 +128,13 @@ def check_storage(checkpoint: Checkpoint, storage: Storage, plan: ParallelPlan) 
                 f"Weights held as {storage.kind if held == 'torchao' else held} do not work with {mode}. They work "
                 f"with replicas, {works}. Choose another mode, or {_INSTEAD[held]}."
             )
-    if held == "GGUF":
-        _check_blocks(checkpoint, plan.tensor)
+    check_blocks(checkpoint, storage, plan.tensor)
 
 
-def _check_blocks(checkpoint: Checkpoint, tensor: int) -> None:
-    """A slice of a packed weight must be whole blocks."""
+def check_blocks(checkpoint: Checkpoint, storage: Storage, tensor: int) -> None:
+    """`UserError` unless a tensor rank's slice of every weight that stays packed is whole blocks."""
+    if storage.kind != AS_STORED:
+        return
     for info in checkpoint.tensors.values():
         numbers, _ = GGUF_BLOCKS.get(info.dtype, (1, 1))
         if is_block_matrix(info) and info.shape[1] % (numbers * tensor):

@@ -1,4 +1,4 @@
-"""The README's table of what is supported, made from the matrix that the tests run.
+"""The README's tables of what is supported, made from the matrix that the tests run and the table of the nodes.
 
 `python -m tests.support_table` prints it; `tests/unit/test_support_table.py` holds the README to it.
 """
@@ -8,6 +8,7 @@ from __future__ import annotations
 import re
 import sys
 
+from parallel_core.storage import SUPPORT
 from tests.ranks.matrix import MODELS, MODES, Model, num_processes, refusal
 from tests.tiny_models import family_of
 
@@ -53,9 +54,17 @@ def table() -> str:
     return "\n".join(lines)
 
 
+def storage_table() -> str:
+    """Markdown: what is held x what is asked of it, as the nodes refuse by it."""
+    modes = list(next(iter(SUPPORT.values())))
+    lines = [f"| weights held as | {' | '.join(modes)} |", "| --- |" + " --- |" * len(modes)]
+    lines += [f"| {held} | {' | '.join(row[mode] for mode in modes)} |" for held, row in SUPPORT.items()]
+    return "\n".join(lines)
+
+
 def section() -> str:
-    """The table between the lines that mark it in the README."""
-    return f"{BEGIN}\n\n{table()}\n\n{END}"
+    """The tables between the lines that mark them in the README."""
+    return f"{BEGIN}\n\n{table()}\n\n{storage_table()}\n\n{END}"
 
 
 if __name__ == "__main__":

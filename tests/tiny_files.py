@@ -94,6 +94,20 @@ def dequantised(weights: Weights) -> Weights:
     return found
 
 
+def unpacked_gguf(file: Path) -> Weights:
+    """The float32 weights that a GGUF file stands for, by the gguf package's own arithmetic."""
+    import gguf
+
+    found: Weights = {}
+    reader = gguf.GGUFReader(str(file))
+    for tensor in reader.tensors:
+        data = torch.from_numpy(gguf.quants.dequantize(tensor.data, tensor.tensor_type).copy())
+        field = reader.fields.get(f"comfy.gguf.orig_shape.{tensor.name}")
+        shape = field.contents() if field else [int(size) for size in reversed(tensor.shape)]
+        found[tensor.name] = data.reshape(shape)
+    return found
+
+
 FORMATS: dict[str, Callable[[Weights], Weights]] = {
     "original": lambda weights: weights,
     "prefixed": lambda weights: {PREFIX + name: tensor for name, tensor in weights.items()},
@@ -101,6 +115,7 @@ FORMATS: dict[str, Callable[[Weights], Weights]] = {
     "fp8-e5m2": lambda weights: plain_fp8(weights, torch.float8_e5m2),
     "old-scaled": old_scaled_fp8,
     "new-scaled": new_scaled_fp8,
+    "metadata-scaled": new_scaled_fp8,
 }
 """What a tiny model's weights in the original layout become."""
 
@@ -108,14 +123,25 @@ FORMATS: dict[str, Callable[[Weights], Weights]] = {
 def write_file(file: Path, folder: Path, family: Family, layout: str) -> Path:
     """Writes `file` from a transformer folder in one of `FORMATS`, or "gguf", or "diffusers"."""
     file.parent.mkdir(parents=True, exist_ok=True)
+    metadata: dict[str, str] | None = None
     if layout == "gguf":
         return write_gguf(file, original_weights(folder, family), family.name)
     if layout == "diffusers":
         weights = load_file(folder / "diffusion_pytorch_model.safetensors")
     else:
         weights = FORMATS[layout](original_weights(folder, family))
-    save_file({name: tensor.contiguous() for name, tensor in weights.items()}, file)
+    if layout == "metadata-scaled":
+        weights, metadata = _described_in_metadata(weights)
+    save_file({name: tensor.contiguous() for name, tensor in weights.items()}, file, metadata=metadata)
     return file
+
+
+def _described_in_metadata(weights: Weights) -> tuple[Weights, dict[str, str]]:
+    """ComfyUI's entries in the file's header in place of tensors."""
+    layers = {name.removesuffix(".comfy_quant") for name in weights if name.endswith(".comfy_quant")}
+    entries = {"format_version": "1.0", "layers": {layer: {"format": "float8_e4m3fn"} for layer in sorted(layers)}}
+    kept = {name: tensor for name, tensor in weights.items() if not name.endswith(".comfy_quant")}
+    return kept, {"_quantization_metadata": json.dumps(entries)}
 
 
 def write_gguf(file: Path, weights: Mapping[str, Tensor], architecture: str, kind: str = "Q8_0") -> Path:

@@ -19,7 +19,7 @@ from ..checkpoint import Checkpoint, check_shapes
 from ..families.base import Family, resolve_class
 from ..model_file import ModelSource, read_transformer
 from ..parallelize import ShardSpec, tensor_shards
-from ..storage import Storage
+from ..storage import Storage, check_blocks
 from .packed import Held, hold_packed
 from .shared_weights import as_shared, part_of_rank, share_weights
 from .stored import Slice, from_files
@@ -70,6 +70,7 @@ def load_transformer(
     """
     checkpoint, model = empty_transformer(source, family)
     shards = tensor_shards(model, family, part.tensor_degree)
+    check_blocks(checkpoint, storage, part.tensor_degree)
     held = hold_packed(model, checkpoint, storage)
     reader = _Reader(shards, held, part, family, getattr(torch, storage.dtype), device)
     put = _put if part.shared_over is None else _share(model, reader, part)
@@ -148,7 +149,8 @@ class _Reader:
     def shape_on_meta(self, name: str, whole: Tensor) -> Tensor | None:
         """A meta tensor of the shape and dtype that this tensor rank has of `whole`, before it is shared out."""
         spec = self._shards.get(name)
-        sliced = whole if spec is None else spec.take(whole, self._part.tensor_rank, self._part.tensor_degree)
+        source = self._held.meta_source(whole, name)
+        sliced = whole if spec is None else spec.take(source, self._part.tensor_rank, self._part.tensor_degree)
         return None if sliced is None else torch.empty(sliced.shape, dtype=self._dtype_of(name), device="meta")
 
 

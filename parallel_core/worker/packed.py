@@ -90,6 +90,10 @@ class Held:
             return cast(Slice, source)
         return _Bytes(source) if self._kind == AS_STORED else _Cast(source, self._packings[name])
 
+    def meta_source(self, weight: Tensor, name: str) -> Any:
+        """What a part of the meta parameter `weight` is cut out of, counted in numbers as in the checkpoint."""
+        return _MetaBytes(weight, self._packings[name]) if name in self._packings else weight
+
     def finish(self, model: nn.Module, name: str) -> None:
         """After the weight of that name has come to its place."""
         if self._kind in TORCHAO_CHOICES and name.removesuffix(".weight") in self._linears:
@@ -126,6 +130,20 @@ class _Bytes:
     def get_shape(self) -> list[int]:
         """In numbers; what is cut is counted in them too."""
         return self._source.get_shape()
+
+
+class _MetaBytes:
+    """The bytes of a packed parameter on the meta device."""
+
+    def __init__(self, weight: Tensor, packing: Packing) -> None:
+        self._weight = weight
+        self._packing = packing
+
+    def __getitem__(self, index: tuple[slice, ...]) -> Tensor:
+        rows, *columns = index
+        numbers, size = self._packing.block
+        parts = [self._packing.columns(part, self._weight.shape[1] // size * numbers) for part in columns]
+        return self._weight[tuple([rows, *parts])]
 
 
 class _Cast:

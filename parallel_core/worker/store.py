@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from .shared_weights import is_shared, own_part
 
@@ -39,8 +40,9 @@ class StoredModel:
         """Bytes of the local weights and buffers, each storage counted once."""
         seen: dict[int, int] = {}
         for _, tensor in _local_tensors(self.module):
-            storage = tensor.untyped_storage()
-            seen[storage.data_ptr()] = storage.nbytes()
+            for part in _parts(tensor):
+                storage = part.untyped_storage()
+                seen[storage.data_ptr()] = storage.nbytes()
         return sum(seen.values())
 
 
@@ -118,13 +120,28 @@ def _local_tensors(module: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]
             yield name, own_part(tensor)
 
 
+def _parts(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
+    """The plain tensors that a tensor is made of: itself, or those inside one of torchao's."""
+    if is_traceable_wrapper_subclass(tensor):
+        for name in tensor.__tensor_flatten__()[0]:
+            yield from _parts(getattr(tensor, name))
+    else:
+        yield tensor
+
+
 def _move(module: torch.nn.Module, device: torch.device, homes: Mapping[str, torch.device] | None = None) -> None:
     """Moves local weights in place, to `device` but for those that have another home.
 
-    Parameters stay the same objects, so hooks and sharding stay valid.
+    Parameters stay the same objects, so hooks and sharding stay valid; torchao's, which nothing is sharded by, are
+    replaced.
     """
     if is_shared(module):
         module.to(device)
         return
     for name, tensor in _local_tensors(module):
-        tensor.data = tensor.data.to((homes or {}).get(name, device))
+        moved = tensor.data.to((homes or {}).get(name, device))
+        if is_traceable_wrapper_subclass(tensor):
+            path, _, attribute = name.rpartition(".")
+            setattr(module.get_submodule(path), attribute, torch.nn.Parameter(moved, requires_grad=False))
+        else:
+            tensor.data = moved

@@ -38,10 +38,12 @@ PLANS: dict[str, dict[str, Any]] = {
 Loader = Callable[[Graph], Node]
 
 
-def load_parallel(graph: Graph, plan: dict[str, Any], *, model: str = "tiny-flux", dtype: str = "float32") -> Node:
+def load_parallel(
+    graph: Graph, plan: dict[str, Any], *, model: str = "tiny-flux", dtype: str = "float32", **more: str
+) -> Node:
     settings = {"strategy": "mesh", "replicas": 1, "ulysses": 1, "tensor": 1, **plan}
     config = graph.add("PD_ParallelConfig", **settings)
-    return graph.add("PD_LoadParallelTransformer", model_name=model, weight_dtype=dtype, parallel_config=config)
+    return graph.add("PD_LoadParallelTransformer", model_name=model, weight_dtype=dtype, parallel_config=config, **more)
 
 
 def load_reference(graph: Graph, *, model: str = "tiny-flux", dtype: str = "float32") -> Node:

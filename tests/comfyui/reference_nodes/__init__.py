@@ -7,6 +7,7 @@ from . import (
     inputs,
     interference,
     probes,
+    reference_file,
     reference_flux,
     reference_qwen,
     reference_vae,
@@ -16,6 +17,7 @@ from . import (
 )
 
 NODE_CLASS_MAPPINGS = {
+    **reference_file.NODES,
     **reference_flux.NODES,
     **reference_qwen.NODES,
     **reference_vae.NODES,
