@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from parallel_core.engine import Engine
+from parallel_core.engine.placed import placed
 from parallel_core.engine.weight_patches import apply_patches
+from parallel_core.errors import UserError
 from parallel_core.plan import ParallelPlan
 from parallel_core.weight_patches import NO_PATCHES, PatchSet, WeightPatch
 from tests.ranks.remote_flux import FOUR, TWO, RemoteTransformer, call, ledger, number_of_loads, remote
+from tests.tiny_flux import build_transformer
 
 CALLS = [call(2, text=5)]
 
@@ -146,3 +150,82 @@ def test_the_ledger_counts_what_is_kept_of_changed_weights(engine: Engine, tiny_
     assert host_bytes() > factors + 300_000
     run(model, NO_PATCHES)
     assert host_bytes() == factors
+
+
+# ----- layers placed over devices, host memory and files -----
+
+
+def placed_remote(engine: Engine, folder: Path, max_memory: str, **changed: object) -> RemoteTransformer:
+    plan = ParallelPlan(devices=TWO, strategy="device_map", max_memory=max_memory)
+    model = remote(engine, folder, plan, **changed)
+    return replace(model, spec=placed(model.spec, plan, [8 * 1000**3] * 2))
+
+
+@pytest.mark.parametrize("max_memory", ["", "0:900KB,1:200KB,cpu:3MB"])
+def test_placed_layers_take_patches_wherever_they_lie(
+    engine: Engine, tiny_flux: Path, alone: dict[str, Tensor], max_memory: str
+) -> None:
+    model = placed_remote(engine, tiny_flux, max_memory)
+    before = run(model, NO_PATCHES)
+    assert (" on cpu" in model.statistics.placement.replace("on cpu:", "")) == bool(max_memory)
+    for wanted in (patches(), patches(-1.0)):
+        want = alone[wanted.id]
+        assert (run(model, wanted) - want).abs().max() <= 5e-6 * want.abs().max()
+    engine.park(model.spec)
+    assert torch.equal(run(model, NO_PATCHES), before)
+
+
+def test_a_weight_that_is_left_in_the_files_is_not_changed(engine: Engine, tiny_flux: Path) -> None:
+    model = placed_remote(engine, tiny_flux, "0:900KB,1:200KB,cpu:0B,disk:3MB")
+    before = run(model, NO_PATCHES)
+    loads = number_of_loads(engine, model)
+    with pytest.raises(UserError, match=r"The LoRA changes '.*', which max_memory leaves in the model's files"):
+        run(model, patches())
+    assert torch.equal(run(model, NO_PATCHES), before)
+    assert number_of_loads(engine, model) == loads
+
+
+# ----- packed weights -----
+
+FP8 = {"storage": "float8_e4m3fn", "fingerprint": "packed"}
+
+
+@pytest.fixture(scope="module")
+def rounded_flux(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same numbers in plain float32: the blocks' matrices are rounded to fp8."""
+    model = build_transformer()
+    for blocks in (model.transformer_blocks, model.single_transformer_blocks):
+        for module in blocks.modules():
+            if isinstance(module, nn.Linear):
+                module.weight.data = module.weight.data.to(torch.float8_e4m3fn).float()
+    folder = tmp_path_factory.mktemp("models") / "rounded"
+    model.save_pretrained(folder)
+    return folder
+
+
+@pytest.mark.parametrize("name", [*PLANS, "device_map", "device_map, in files"])
+def test_packed_weights_are_patched_as_plain_ones_are(
+    engine: Engine, tiny_flux: Path, rounded_flux: Path, name: str
+) -> None:
+    """On one rank bit for bit; packed bytes never change, so even those that are left in the files can be patched."""
+    if name.startswith("device_map"):
+        limits = "0:400KB,1:50KB,cpu:0B,disk:3MB" if "files" in name else ""
+        model = placed_remote(engine, tiny_flux, limits, **FP8)
+    else:
+        plan, changed = PLANS[name]
+        model = remote(engine, tiny_flux, plan, **changed, **FP8)
+    plain = remote(engine, rounded_flux, ParallelPlan(devices=("cpu:0",)))
+    only_matrices = lambda wanted: PatchSet.of(  # noqa: E731
+        [patch for patch in wanted.patches if patch.target.endswith("linear1.weight")], wanted.tensors
+    )
+    choose = only_matrices if "files" in name else (lambda wanted: wanted)
+    before = run(model, NO_PATCHES)
+    assert ("on disk" in model.statistics.placement) == ("files" in name)
+    for wanted in map(choose, (patches(), patches(-1.0), patches(seed=1))):
+        want = run(plain, wanted)
+        output = run(model, wanted)
+        assert (output - want).abs().max() <= 5e-6 * want.abs().max()
+        assert torch.equal(output, want) or name != "one rank"
+    engine.park(model.spec)
+    assert torch.equal(run(model, wanted), output)
+    assert torch.equal(run(model, NO_PATCHES), before)
