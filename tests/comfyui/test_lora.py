@@ -215,3 +215,15 @@ def test_a_refused_lora_leaves_the_next_run_as_it_was(comfy: Comfy, models: Path
     graph.add("TestSaveLatent", samples=samples, name="never")
     comfy.failure(graph)
     assert torch.equal(run(comfy, "flux", load, loras), before)
+
+
+@pytest.mark.parametrize(("other", "words"), [("ours", "cannot be merged"), ("theirs", "model merging")])
+def test_model_merging_is_refused(comfy: Comfy, other: str, words: str) -> None:
+    graph = Graph()
+    plan = {"devices": "cpu:3", "ulysses": 3}
+    model = parallel("flux", plan)(graph)
+    second = parallel("flux", plan, model="other-flux") if other == "ours" else reference("flux")
+    merged = graph.add("ModelMergeSimple", model1=model, model2=second(graph), ratio=0.25)
+    graph.add("TestSaveLatent", samples=sampled(graph, "flux", merged), name="never")
+    assert words in comfy.failure(graph)
+    assert comfy.ranks(group_of=3) == []
