@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import struct
 from pathlib import Path
 
@@ -56,7 +57,7 @@ def test_a_replaced_file_has_another_fingerprint(tmp_path: Path) -> None:
     folder = write_folder(tmp_path / "vae")
     before = read_vae(folder)
     file = folder / "diffusion_pytorch_model.safetensors"
-    file.write_bytes(file.read_bytes() + b"\0")
+    os.utime(file, ns=(0, 0))
     assert read_vae(folder).fingerprint != before.fingerprint
 
 

@@ -521,7 +521,7 @@ def test_an_endless_header_is_not_read_to_its_end(tmp_path: Path) -> None:
 def test_a_config_of_another_family(edited: Callable[..., Path], folders: Callable[[str], Path]) -> None:
     file = edited(lambda weights: weights)
     with pytest.raises(
-        UserError, match="config_from 'qwen' holds a QwenImageTransformer2DModel, but the file is a Flux"
+        UserError, match="config_from 'qwen' holds a QwenImageTransformer2DModel, but 'm.safetensors' is a Flux"
     ):
         read_transformer(ModelSource(file, folders("qwen")))
 
