@@ -2,7 +2,8 @@
 
 Owns what ComfyUI's nodes read of such a VAE, and how a tiled call becomes pieces: ComfyUI's own code cuts the tiles
 over time, height and width and blends them; it runs twice, first to learn which tiles there are, then with the finished
-ones. So a tiled video has the bits of ComfyUI's own way, on any number of ranks. Knows nothing of how ranks compute.
+ones. So a tiled video is the same on any number of ranks, and ComfyUI's (but that diffusers cuts each tile to the range
+of pixels before it is blended). Knows nothing of how ranks compute.
 """
 
 from __future__ import annotations
