@@ -26,9 +26,9 @@ from .errors import UserError
 from .families.base import Family
 from .families.layout import MissingWeightError, Original, Shapes
 from .families.registry import FAMILIES, find_family
-from .file_kinds import describe_file
+from .file_kinds import describe_names, known_kind
 from .gguf_header import read_gguf_header
-from .quantised import resolve_quantisation
+from .quantised import refuse_foreign, resolve_quantisation
 
 _PREFIXES = ("model.diffusion_model.", "diffusion_model.", "transformer.", "model.", "net.", "")
 """Where a transformer's names start in single files: ComfyUI's own and those that it takes too."""
@@ -63,11 +63,28 @@ def read_transformer(source: ModelSource) -> tuple[Checkpoint, Family]:
 
 
 def _checked(checkpoint: Checkpoint, family: Family) -> Checkpoint:
-    config = family.full_config(checkpoint.config)
-    if family.check_config is not None:
-        family.check_config(config)
-    check_shapes(checkpoint, family.expected_shapes(config))
+    label = repr(checkpoint.folder.name)
+    try:
+        config = family.full_config(checkpoint.config)
+        for name in ("num_layers", "num_single_layers"):
+            if int(config.get(name, 0)) > _MOST_LAYERS:
+                raise UserError(f"{name} is {config[name]}; no model has more than {_MOST_LAYERS}.")
+        if family.check_config is not None:
+            family.check_config(config)
+        expected = family.expected_shapes(config)
+    except UserError as error:
+        raise UserError(f"{label}: {error}") from None
+    except (TypeError, ValueError, KeyError, OverflowError) as error:
+        raise UserError(
+            f"{label}: the config of this {family.class_name} has a value of a wrong kind ({error}). Compare its "
+            "config.json with the original model's."
+        ) from None
+    check_shapes(checkpoint, expected)
     return checkpoint
+
+
+_MOST_LAYERS = 1000
+"""So that a damaged config does not have a list of billions of weights made."""
 
 
 # ----- single files -----
@@ -107,7 +124,9 @@ def _read_single_file(file: Path, config_from: Path | None) -> tuple[Checkpoint,
             f"{label} looks like a {family.name} transformer, but {error.args[0]!r} is missing. Was it cut out of a "
             "larger file, or is it a part of several?"
         ) from None
-    except (ValueError, IndexError, ZeroDivisionError):
+    except UserError:
+        raise
+    except (TypeError, ValueError, IndexError, ZeroDivisionError):
         raise UserError(
             f"{label} has the names of a {family.name} transformer, but shapes that no such model has."
         ) from None
@@ -131,7 +150,9 @@ def _read_single_file(file: Path, config_from: Path | None) -> tuple[Checkpoint,
 
 def _recognise(file: Path, names: Mapping[str, TensorInfo]) -> _Match:
     """The one transformer in the file; `UserError` that says what the file looks like where there is none."""
-    best: tuple[int, str] = (0, "")
+    looks = known_kind(names)
+    looks = f"It looks like {looks}. " if looks else ""
+    nearly = ""
     for match in _candidates(names):
         layout = match.family.files
         wanted = [match.name_of(name) for name in layout.marks]
@@ -144,12 +165,14 @@ def _recognise(file: Path, names: Mapping[str, TensorInfo]) -> _Match:
                 )
         if len(there) == len(wanted):
             return match
-        missing = next(name for name in wanted if name not in match.tensors)
-        if len(there) > max(best[0], len(wanted) // 2):
-            best = (len(there), f"It looks like a {match.family.name} transformer, but {missing!r} is missing. ")
+        missing = [name for name in wanted if name not in match.tensors]
+        if len(there) > len(missing) and (len(missing) == 1 or not looks):
+            nearly = nearly or f"It looks like a {match.family.name} transformer, but {missing[0]!r} is missing. "
+    if nearly or not looks:
+        refuse_foreign(names, repr(file.name))
     known = ", ".join(family.name for family in FAMILIES)
     raise UserError(
-        f"{file.name!r} holds no transformer that runs here. {best[1] or describe_file(names) + ' '}"
+        f"{file.name!r} holds no transformer that runs here. {nearly or looks or describe_names(names) + ' '}"
         f"Expected a transformer of {known}, in the original, ComfyUI's or diffusers' layout."
     )
 
@@ -178,7 +201,7 @@ def _config_of(folder: Path | None, family: Family) -> dict[str, Any]:
         raise UserError(
             f"config_from {folder.name!r} holds a {config.get('_class_name')}, but the file is a {family.class_name}."
         )
-    return family.full_config({name: value for name, value in config.items() if name[0] != "_"})
+    return family.full_config({name: value for name, value in config.items() if not name.startswith("_")})
 
 
 def _refuse_contradiction(label: str, folder: Path, preset: Mapping[str, Any], structure: Mapping[str, Any]) -> None:
@@ -222,7 +245,7 @@ def _lengths(places: Mapping[str, Original]) -> dict[str, int]:
 def _part(info: TensorInfo, name: str, place: Original, length: int) -> TensorInfo:
     """The weight `name`: the rows of a stored tensor that has `length` rows, unless it does not fit."""
     info = replace(info, name=name)
-    if place.rows is None or not info.shape or info.shape[0] != length:
+    if place.rows is None or not info.shape or info.shape[0] != length or 0 in info.shape:
         return info  # a shape that does not fit stays as it is, for the report
     rows = sum(stop - start for start, stop in place.rows)
     shape = (rows, *info.shape[1:])

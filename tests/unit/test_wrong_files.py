@@ -190,7 +190,7 @@ QUANTISED: dict[str, tuple[Tensors, tuple[str, ...]]] = {
     ),
     "gptq": (
         wrong.diffusers_tensors("qwen-image")
-        | some("transformer_blocks.0.attn.to_q.qweight", "transformer_blocks.0.attn.to_q.qzeros", tensor=("I32", (8, 8))),
+        | some("transformer_blocks.0.attn.to_q.qweight", "transformer_blocks.0.attn.to_q.qzeros", tensor=("I32", (8,))),
         ("GPTQ",),
     ),
     "quanto": (
