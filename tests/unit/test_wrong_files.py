@@ -214,3 +214,156 @@ QUANTISED: dict[str, tuple[Tensors, tuple[str, ...]]] = {
 def test_quantisations_that_are_not_read_are_named(tmp_path: Path, name: str) -> None:
     tensors, fragments = QUANTISED[name]
     refused(wrong.write(tmp_path / f"{name}.safetensors", tensors), *fragments)
+
+
+# ----- scales -----
+
+KEY = "double_blocks.1.img_mlp.0"
+
+
+def old(**changes: tuple[str, tuple[int, ...]] | None) -> Tensors:
+    return _changed(wrong.scaled(wrong.original_tensors("flux"), new=False), changes)
+
+
+def new(**changes: tuple[str, tuple[int, ...]] | None) -> Tensors:
+    return _changed(wrong.scaled(wrong.original_tensors("flux"), new=True), changes)
+
+
+def _changed(tensors: Tensors, changes: dict[str, tuple[str, tuple[int, ...]] | None]) -> Tensors:
+    found: Tensors = {**tensors}
+    for name, info in changes.items():
+        key = name if name == "scaled_fp8" or "." in name else f"{KEY}.{name}"
+        if info is None:
+            del found[key]
+        else:
+            found[key] = info
+    return found
+
+
+SCALES: dict[str, tuple[Tensors, tuple[str, ...]]] = {
+    "old-scale-missing": (old(scale_weight=None), (f"{KEY}.weight", "no scale_weight")),
+    "new-scale-missing": (new(weight_scale=None), (f"{KEY}.weight", "no weight_scale")),
+    "marker-missing": (old(scaled_fp8=None), ("scale_weight", "scaled_fp8", "comfy_quant")),
+    "new-without-entries": (
+        {name: info for name, info in new().items() if not name.endswith("comfy_quant")},
+        ("weight_scale", "comfy_quant"),
+    ),
+    "one-entry-missing": (new(comfy_quant=None), ("belong to no weight", f"{KEY}.weight_scale")),
+    "old-stray": (old(**{"double_blocks.9.lin.scale_weight": ("F32", ())}), ("belong to no", "double_blocks.9.lin")),
+    "new-stray": (new(**{"double_blocks.9.lin.weight_scale": ("F32", ())}), ("belong to no", "double_blocks.9.lin")),
+    "entry-without-weight": (
+        new(**{"double_blocks.9.lin.comfy_quant": ("U8", (len(wrong.QUANT),))}),
+        ("without weights", "double_blocks.9.lin"),
+    ),
+    "old-per-row": (old(scale_weight=("F32", (1024, 1))), (f"{KEY}.scale_weight", "[1024, 1]", "one floating-point")),
+    "new-per-row": (new(weight_scale=("F32", (1024, 1))), (f"{KEY}.weight_scale", "[1024, 1]", "one floating-point")),
+    "empty-scale": (new(weight_scale=("F32", (0,))), (f"{KEY}.weight_scale", "[0]")),
+    "integer-scale": (old(scale_weight=("I32", ())), (f"{KEY}.scale_weight", "int32")),
+    "said-fp8-is-bf16": (new(weight=("BF16", (1024, 256))), (f"{KEY}.weight", "float8_e4m3fn", "bfloat16")),
+    "said-e4m3-is-e5m2": (new(weight=("F8_E5M2", (1024, 256))), (f"{KEY}.weight", "float8_e4m3fn", "float8_e5m2")),
+    "nvfp4-scales": (new(weight_scale_2=("F32", ())), ("nvfp4",)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", SCALES)
+def test_scales_that_do_not_fit(tmp_path: Path, name: str) -> None:
+    tensors, fragments = SCALES[name]
+    refused(wrong.write(tmp_path / f"{name}.safetensors", tensors), *fragments)
+
+
+ENTRIES: dict[str, tuple[bytes, tuple[str, ...]]] = {
+    "nvfp4": (b'{"format": "nvfp4"}', ("quantised as nvfp4", "GGUF")),
+    "mxfp8": (b'{"format": "mxfp8"}', ("quantised as mxfp8",)),
+    "int8": (b'{"format": "int8_tensorwise"}', ("quantised as int8_tensorwise",)),
+    "no-format": (b'{"bits": 8}', ("quantised as None",)),
+    "format-is-a-list": (b'{"format": ["float8_e4m3fn"]}', ("quantised as ['float8_e4m3fn']",)),
+    "a-list": (b"[1, 2]", ("not a json object",)),
+    "garbage": (b'{"format": \xff\xfe', ("not a json object",)),
+    "not-json": (b"float8_e4m3fn", ("not a json object",)),
+    "deep": (b"[" * 5000, ("not a json object",)),
+    "long": (b" " * 70_000, ("not a json object",)),
+    "empty": (b"", ("not a json object",)),
+}
+
+
+@pytest.mark.parametrize("name", ENTRIES)
+@pytest.mark.parametrize("where", ["tensor", "metadata"])
+def test_quantisation_entries_that_are_not_known(tmp_path: Path, name: str, where: str) -> None:
+    text, fragments = ENTRIES[name]
+    file = tmp_path / f"{name}.safetensors"
+    if where == "tensor":
+        tensors = new(comfy_quant=("U8", (len(text),)))
+        refused(wrong.write(file, tensors, contents={f"{KEY}.comfy_quant": text}), *fragments)
+        return
+    tensors = {name: info for name, info in new().items() if not name.endswith("comfy_quant")}
+    entry = text.decode("utf-8", errors="replace")
+    layers = "{" + f'"layers": {{"{KEY}": {entry}}}' + "}"
+    fragments = fragments if entry.startswith('{"') and entry.endswith("}") else ("_quantization_metadata",)
+    refused(wrong.write(file, tensors, metadata={"_quantization_metadata": layers}), *fragments)
+
+
+@pytest.mark.parametrize("text", ["[]", '{"layers": []}', '{"layers": {"double_blocks.0": 3}}', "\x00", '"layers"'])
+def test_quantisation_metadata_of_another_make(tmp_path: Path, text: str) -> None:
+    file = wrong.write(tmp_path / "m.safetensors", flux(), metadata={"_quantization_metadata": text})
+    refused(file, "_quantization_metadata", "table of layers" if text.startswith('{"') else "json object")
+
+
+# ----- dtypes side by side -----
+
+
+def test_dtypes_that_may_stand_side_by_side(tmp_path: Path) -> None:
+    dtypes = ("F32", "F16", "BF16", "F8_E4M3", "F8_E5M2", "F64")
+    plain = wrong.original_tensors("wan")
+    mixed = {name: (dtypes[i % len(dtypes)], shape) for i, (name, (_, shape)) in enumerate(plain.items())}
+    assert {info.dtype for info in read(wrong.write(tmp_path / "m.safetensors", mixed)).tensors.values()} == {
+        "float32", "float16", "bfloat16", "float8_e4m3fn", "float8_e5m2", "float64"
+    }  # fmt: skip
+
+
+def test_fp8_without_a_scale_among_scaled_ones(tmp_path: Path) -> None:
+    tensors = old(**{"img_in.weight": ("F8_E4M3", (256, 64))})
+    refused(wrong.write(tmp_path / "m.safetensors", tensors), "img_in.weight", "no scale_weight")
+
+
+# ----- weights that do not fit one another -----
+
+STRUCTURE: dict[str, tuple[Tensors, tuple[str, ...]]] = {
+    "one-missing": (
+        {k: v for k, v in flux().items() if k != "final_layer.linear.bias"}, ("final_layer.linear.bias", "missing")
+    ),
+    "embedder-missing": (
+        {k: v for k, v in flux().items() if k != "vector_in.in_layer.weight"}, ("vector_in.in_layer.weight", "missing")
+    ),
+    "block-missing-in-the-middle": (
+        {k: v for k, v in flux().items() if not k.startswith("double_blocks.1.")}, ("double_blocks.1.", "missing")
+    ),
+    "extra": (flux("double_blocks.0.img_attn.extra.weight"), ("double_blocks.0.img_attn.extra.weight", "not part of")),
+    "other-width-in-one-layer": (
+        flux() | {"double_blocks.1.img_mlp.0.weight": ("BF16", (1280, 256))},
+        ("double_blocks.1.img_mlp.0.weight", "[1280, 256]", "[1024, 256]"),
+    ),
+    "other-width-in-a-fused-layer": (
+        flux() | {"double_blocks.1.img_attn.qkv.weight": ("BF16", (800, 256))},
+        ("double_blocks.1.img_attn.qkv.weight", "[800, 256]", "[768, 256]"),
+    ),
+    "both-layouts": (flux() | wrong.diffusers_tensors("flux"), ("not part of", "x_embedder")),
+    "no-rows": (flux() | {"img_in.weight": ("BF16", (0, 64))}, ("shapes that no such model has",)),
+    "no-heads": (
+        flux() | {"double_blocks.0.img_attn.norm.query_norm.scale": ("BF16", (0,))}, ("shapes that no such model has",)
+    ),
+    "scalar": (flux() | {"img_in.weight": ("BF16", ())}, ("shapes that no such model has",)),
+    "empty-fused": (flux() | {"double_blocks.0.img_attn.qkv.weight": ("BF16", (768, 0))}, ("[768, 0]", "[768, 256]")),
+    "wan-width": (wan() | {"patch_embedding.weight": ("BF16", (100, 16, 1, 2, 2))}, ("width", "100", "128",
+                                                                                      "config_from")),
+    "heads-of-another-size": (
+        wrong.diffusers_tensors("qwen-image")
+        | {f"transformer_blocks.0.attn.norm_{kind}.weight": ("BF16", (64,)) for kind in ("q", "k")},
+        ("heads of 64", "128", "config_from"),
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", STRUCTURE)
+def test_weights_that_do_not_fit_one_another(tmp_path: Path, name: str) -> None:
+    tensors, fragments = STRUCTURE[name]
+    refused(wrong.write(tmp_path / f"{name}.safetensors", tensors), *fragments)
