@@ -57,8 +57,8 @@ def _structure(shapes: Shapes, preset: Config) -> dict[str, Any]:
     head = int(preset["attention_head_dim"])
     if width % head:
         raise UserError(
-            f"the weights have a width of {width}, which is no multiple of {head} (attention_head_dim). Set config_from "
-            "to the diffusers folder of the model that this was made from."
+            f"the weights have a width of {width}, which is no multiple of {head} (attention_head_dim). Set "
+            "config_from to the diffusers folder of the model that this was made from."
         )
     image = shapes.get("condition_embedder.image_embedder.norm1.weight")
     positions = shapes.get("condition_embedder.image_embedder.pos_embed")
