@@ -50,6 +50,9 @@ _ORIGINAL_SHAPE = "comfy.gguf.orig_shape."
 """Entries (and the tensor's name) that say what was flattened, since GGUF has four dimensions at most."""
 
 
+_KEPT = ("general.", _ORIGINAL_SHAPE)
+
+
 @dataclass(frozen=True)
 class GgufHeader:
     """`offsets[name]`: where a tensor's bytes begin in the file. `architecture`: what the file calls its model."""
@@ -110,7 +113,7 @@ class _Parser:
         num_tensors, num_entries = self._number("Q"), self._number("Q")
         if max(num_tensors, num_entries) > _MOST_TENSORS:
             raise self._damaged(f"it claims {num_tensors} tensors and {num_entries} entries")
-        entries = {self._string(): self._value(self._number("I")) for _ in range(num_entries)}
+        entries = self._entries(num_entries)
         raw = [self._tensor() for _ in range(num_tensors)]
         if len({name for name, *_ in raw}) < len(raw):
             raise self._damaged("two tensors have the same name")
@@ -122,6 +125,16 @@ class _Parser:
         offsets = {name: start + offset for name, _, _, offset in raw}
         self._refuse_overlap(tensors, offsets)
         return GgufHeader(tensors, offsets, str(entries.get(_ARCHITECTURE, "")))
+
+    def _entries(self, number: int) -> dict[str, Any]:
+        """Those that are looked at; a language model's word list, say, is let go at once."""
+        found: dict[str, Any] = {}
+        for _ in range(number):
+            key = self._string()
+            value = self._value(self._number("I"))
+            if key.startswith(_KEPT):
+                found[key] = value
+        return found
 
     def _refuse_overlap(self, tensors: dict[str, TensorInfo], offsets: dict[str, int]) -> None:
         position = 0
@@ -164,6 +177,9 @@ class _Parser:
             of, length = self._number("I"), self._number("Q")
             if length > _MOST_ELEMENTS:
                 raise self._damaged(f"an array of {length} entries")
+            if of in _SCALARS:
+                code = f"<{length}{_SCALARS[of]}"
+                return list(struct.unpack(code, self._read(struct.calcsize(code))))
             return [self._value(of) for _ in range(length)]
         if kind not in _SCALARS:
             raise self._damaged(f"an entry of type {kind}")

@@ -138,8 +138,9 @@ def _read_single_file(file: Path, config_from: Path | None) -> tuple[Checkpoint,
     except UserError as error:
         raise UserError(f"{label}: {error}") from None
     except (TypeError, ValueError, IndexError, ZeroDivisionError):
+        settings = f" with the settings of config_from {config_from.name!r}" if config_from else ""
         raise UserError(
-            f"{label} has the names of a {family.name} transformer, but shapes that no such model has."
+            f"{label} has the names of a {family.name} transformer, but shapes that no such model has{settings}."
         ) from None
     config: dict[str, Any] = {**preset, **structure}
     for name, fields in layout.flags.items():

@@ -5,9 +5,9 @@ from __future__ import annotations
 import json
 import os
 import random
+import resource
 import struct
 import time
-import tracemalloc
 from pathlib import Path
 from typing import Any
 
@@ -147,13 +147,15 @@ def test_bytes_that_are_no_gguf_model(tmp_path: Path, name: str) -> None:
     refused(file, *fragments)
 
 
+@pytest.mark.slow
 def test_claims_cost_neither_time_nor_memory(tmp_path: Path) -> None:
     """Sparse files of 2 GB, whose headers claim as much as they may."""
+    array = struct.pack("<IQ", 0, 1_000_000) + bytes(1_000_000)
     soups = {
         "tensors.gguf": HEAD(100_000, 0),
         "entries.gguf": HEAD(0, 100_000),
         "texts.gguf": HEAD(0, 1) + ENTRY("a", LIST, struct.pack("<IQ", TEXT, 1_000_000)),
-        "bytes.gguf": HEAD(0, 100_000) + ENTRY("a", LIST, struct.pack("<IQ", 0, 1_000_000)),
+        "arrays.gguf": HEAD(0, 100) + b"".join(ENTRY(f"general.{i}", LIST, array) for i in range(100)),
         "header.safetensors": struct.pack("<Q", 99_999_999) + b"{",
         "longer.safetensors": struct.pack("<Q", 1_999_999_000) + b"{",
     }
@@ -161,12 +163,10 @@ def test_claims_cost_neither_time_nor_memory(tmp_path: Path) -> None:
         file = tmp_path / name
         file.write_bytes(begin)
         os.truncate(file, 2_000_000_000)
-        start = time.monotonic()
-        tracemalloc.start()
+        start, held = time.process_time(), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
         refused(file)
-        _, peak = tracemalloc.get_traced_memory()
-        tracemalloc.stop()
-        assert time.monotonic() - start < 20 and peak < 500_000_000, name
+        kilobytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - held
+        assert time.process_time() - start < 10 and kilobytes < 700_000, name
 
 
 # ----- places -----
@@ -205,7 +205,7 @@ def sound(folder: Path, kind: str) -> tuple[Path, int]:
     tensors = wrong.original_tensors("wan")
     if kind == "gguf":
         file = wrong.write_gguf(folder / "sound.gguf", tensors)
-        return file, file.read_bytes().rindex(b"head.head") + 60
+        return file, file.read_bytes().rindex(list(tensors)[-1].encode()) + 60
     metadata = None
     if kind != "original":
         tensors = wrong.scaled(tensors, new=True)

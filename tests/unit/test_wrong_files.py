@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -367,3 +368,67 @@ STRUCTURE: dict[str, tuple[Tensors, tuple[str, ...]]] = {
 def test_weights_that_do_not_fit_one_another(tmp_path: Path, name: str) -> None:
     tensors, fragments = STRUCTURE[name]
     refused(wrong.write(tmp_path / f"{name}.safetensors", tensors), *fragments)
+
+
+# ----- config_from -----
+
+
+def folder_with(tmp_path: Path, family: str, **changes: object) -> Path:
+    """A transformer folder that has a config and no weights: config_from needs no more."""
+    folder = tmp_path / f"folder-{family}"
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps({**wrong.config_of(family), **changes}))
+    return folder
+
+
+def test_a_config_from_that_fits(tmp_path: Path) -> None:
+    file = wrong.write(tmp_path / "m.safetensors", wan())
+    assert read(file, folder_with(tmp_path, "wan", eps=1e-5)).config["eps"] == 1e-5
+
+
+CONFIG_FROM: dict[str, tuple[str, dict[str, object], tuple[str, ...]]] = {
+    "other-family": ("qwen-image", {}, ("config_from", "QwenImageTransformer2DModel", "FluxTransformer2DModel")),
+    "no-class": ("flux", {"_class_name": None}, ("config_from", "None", "FluxTransformer2DModel")),
+    "other-depth": ("flux", {"num_layers": 19}, ("config_from", "num_layers = 19", "show 3")),
+    "other-heads": ("flux", {"num_attention_heads": 24}, ("num_attention_heads = 24", "show 2")),
+    "other-guidance": ("flux", {"guidance_embeds": False}, ("guidance_embeds = False", "show True")),
+    "other-axes": ("flux", {"axes_dims_rope": [4, 6, 6]}, ("heads of 128", "[4, 6, 6]")),
+    "depth-is-text": ("flux", {"num_layers": "three"}, ("num_layers = 'three'",)),
+    "axes-are-text": ("flux", {"axes_dims_rope": "16, 56, 56"}, ("config_from 'folder-flux'",)),
+    "empty-name": ("flux", {"": 3, "num_layers": 19}, ("num_layers = 19",)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CONFIG_FROM)
+def test_a_config_from_that_does_not_fit(tmp_path: Path, name: str) -> None:
+    family, changes, fragments = CONFIG_FROM[name]
+    file = wrong.write(tmp_path / "m.safetensors", flux())
+    refused(file, *fragments, config_from=folder_with(tmp_path, family, **changes))
+
+
+def test_a_head_size_of_nothing(tmp_path: Path) -> None:
+    folder = folder_with(tmp_path, "wan", attention_head_dim=0)
+    refused(wrong.write(tmp_path / "m.safetensors", wan()), "config_from 'folder-wan'", config_from=folder)
+
+
+def test_config_from_beside_a_folder(tmp_path: Path) -> None:
+    folder = folder_with(tmp_path, "flux")
+    refused(folder, "config_from", "a config of its own", config_from=folder)
+
+
+@pytest.mark.parametrize(
+    ("changes", "fragments"),
+    [
+        ({"num_layers": 10**9}, ("num_layers is 1000000000",)),
+        ({"num_layers": "two"}, ("wrong kind", "two")),
+        ({"num_layers": None}, ("wrong kind",)),
+        ({"num_attention_heads": [2]}, ("wrong kind",)),
+        ({"num_layers": 2}, ("not part of",)),
+    ],
+)
+def test_a_folder_with_a_config_that_no_model_has(
+    tmp_path: Path, changes: dict[str, object], fragments: tuple[str, ...]
+) -> None:
+    folder = folder_with(tmp_path, "flux", **changes)
+    wrong.write(folder / "diffusion_pytorch_model.safetensors", wrong.diffusers_tensors("flux"))
+    refused(folder, *fragments)
