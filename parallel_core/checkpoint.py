@@ -133,7 +133,9 @@ def read_json(path: Path) -> dict[str, Any]:
         data = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise UserError(f"{path.parent.name}/{path.name} is missing.") from None
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+    except OSError as error:
+        raise UserError(f"{path.parent.name}/{path.name} cannot be read: {error.strerror}.") from None
+    except (ValueError, RecursionError) as error:
         raise UserError(f"{path.parent.name}/{path.name} is not valid json: {error}.") from None
     if not isinstance(data, dict):
         raise UserError(f"{path.parent.name}/{path.name} holds a {type(data).__name__}; expected a json object.")
@@ -149,7 +151,8 @@ def read_checkpoint(folder: Path, component: str) -> Checkpoint:
     if not (path / "config.json").is_file():
         raise UserError(f"{path.name}/config.json is missing in {folder.name!r}, so the model's sizes are unknown.")
     config = read_json(path / "config.json")
-    class_name = config.get("_class_name") or (config.get("architectures") or [None])[0]
+    architectures = config.get("architectures")
+    class_name = config.get("_class_name") or (architectures[0] if architectures and type(architectures) is list else 0)
     if not isinstance(class_name, str):
         raise UserError(f"{path.name}/config.json has no _class_name, so what kind of model it is cannot be told.")
     tensors: dict[str, TensorInfo] = {}

@@ -1,4 +1,4 @@
-"""Wrong single files through a server: refused in plain words before any rank starts, and the server is fine after it."""
+"""Wrong single files through a server: refused in plain words, before any rank starts."""
 
 from __future__ import annotations
 
@@ -19,16 +19,12 @@ CASE = Case(name="wrong file", steps=2)
 NOT_STARTED = {"devices": "cpu:3", "replicas": 3}
 
 
-def _bytes(data: bytes) -> Callable[[Path], None]:
-    return lambda file: void(file.write_bytes(data))
+def _bytes(data: bytes) -> Callable[[Path], object]:
+    return lambda file: file.write_bytes(data)
 
 
-def _tensors(tensors: Tensors) -> Callable[[Path], None]:
-    return lambda file: void(wrong.write(file, tensors))
-
-
-def void(_: object) -> None:
-    return None
+def _tensors(tensors: Tensors) -> Callable[[Path], object]:
+    return lambda file: wrong.write(file, tensors)
 
 
 def _cut(file: Path) -> None:
@@ -45,7 +41,7 @@ def _cut_gguf(file: Path) -> None:
 
 SOME = ("BF16", (8, 8))
 FLUX = wrong.original_tensors("flux")
-WRONG: dict[str, tuple[Callable[[Path], None], tuple[str, ...]]] = {
+WRONG: dict[str, tuple[Callable[[Path], object], tuple[str, ...]]] = {
     "page.safetensors": (_bytes(b"<!DOCTYPE html><html>" + bytes(99)), ("a web page",)),
     "pickle.safetensors": (_bytes(b"\x80\x02}q\x00X\x06\x00\x00\x00weightq\x01" + bytes(50)), ("pickled",)),
     "empty.safetensors": (_bytes(b""), ("0 bytes",)),

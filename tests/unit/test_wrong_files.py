@@ -432,3 +432,12 @@ def test_a_folder_with_a_config_that_no_model_has(
     folder = folder_with(tmp_path, "flux", **changes)
     wrong.write(folder / "diffusion_pytorch_model.safetensors", wrong.diffusers_tensors("flux"))
     refused(folder, *fragments)
+
+
+@pytest.mark.parametrize(
+    "text", ["[" * 50_000, "9" * 9000, "\x00", "[]", '{"architectures": 3}', '{"architectures": {}}']
+)
+def test_a_folder_with_a_config_that_is_no_config(tmp_path: Path, text: str) -> None:
+    (tmp_path / "config.json").write_text(text)
+    with pytest.raises(UserError, match="config.json"):
+        read(tmp_path)
