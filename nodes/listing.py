@@ -51,6 +51,29 @@ def find_transformer(name: str) -> Path:
     return file
 
 
+def list_vaes() -> list[str]:
+    """Names of diffusers folders with a VAE, then of the files in models/vae, then of those in models/checkpoints."""
+    folders = list_models("vae")
+    files = [name for name in list_files("vae") if name not in folders]
+    return [*folders, *files, *(_CHECKPOINTS + name for name in list_files("checkpoints"))]
+
+
+def find_vae(name: str) -> Path:
+    """The folder or the file of a listed name; anything else is refused."""
+    folder = _folders("vae").get(name)
+    if folder is not None:
+        return folder
+    is_checkpoint = name.startswith(_CHECKPOINTS)
+    file = find_file("checkpoints", name.removeprefix(_CHECKPOINTS)) if is_checkpoint else find_file("vae", name)
+    if file is None:
+        there = ", ".join(map(repr, list_vaes()[:8])) or "none"
+        raise UserError(
+            f"model_name {name!r} is neither a model folder with a vae in models/diffusers nor a file in models/vae or "
+            f"models/checkpoints. There: {there}. Reload the page (R) if you have just added it."
+        )
+    return file
+
+
 _CHECKPOINTS = "checkpoints/"
 _TRANSFORMER_FILES = (*SAFETENSORS, ".gguf")
 

@@ -50,8 +50,8 @@ class RemoteVAE(comfy.sd.VAE):
         self.size = vae.num_bytes
         self.process_input = lambda image: image * 2.0 - 1.0
         self.process_output = lambda image: torch.clamp((image + 1.0) / 2.0, min=0.0, max=1.0)
-        self.memory_used_decode = _memory_estimate(_DECODE_BYTES * vae.scale**2)
-        self.memory_used_encode = _memory_estimate(_ENCODE_BYTES)
+        self.memory_used_decode = memory_estimate(_DECODE_BYTES * vae.scale**2)
+        self.memory_used_encode = memory_estimate(_ENCODE_BYTES)
         self.disable_offload = False
         self.handles_tiling = False
         self.not_video = False
@@ -181,9 +181,11 @@ def account(num_pictures: int, tile: TileSize | None, devices: Sequence[str], sc
     return text
 
 
-def _memory_estimate(bytes_per_cell: int) -> Callable[[Sequence[int], torch.dtype], int]:
+def memory_estimate(bytes_per_cell: int) -> Callable[[Sequence[int], torch.dtype], int]:
+    """Working memory from a shape that ends in height and width."""
+
     def estimate(shape: Sequence[int], dtype: torch.dtype) -> int:
-        return bytes_per_cell * shape[2] * shape[3] * int(comfy.model_management.dtype_size(dtype))
+        return bytes_per_cell * shape[-2] * shape[-1] * int(comfy.model_management.dtype_size(dtype))
 
     return estimate
 

@@ -12,17 +12,18 @@ from ..parallel_core.engine.vae import RemoteVae, VaeModel
 from ..parallel_core.errors import UserError
 from ..parallel_core.plan import ParallelPlan
 from ..parallel_core.vae_spec import DTYPES, TileSize, VaeSpec, read_vae
-from .listing import find_model, list_models
+from .listing import find_vae, list_vaes
 from .parallel_config import ParallelConfigType, default_plan
 from .remote_vae import RemoteVAE
+from .remote_video_vae import RemoteVideoVAE
 from .runtime import engine, say
 
 _MAX_SIZE = 4096
 
 
 def inspect_vae(model_name: str, dtype: str) -> VaeSpec:
-    """The VAE of the chosen folder, checked from its config and headers."""
-    return read_vae(find_model(model_name, "vae"), dtype)
+    """The VAE of the chosen folder or file, checked from its config and headers."""
+    return read_vae(find_vae(model_name), dtype)
 
 
 def describe(spec: VaeModel) -> str:
@@ -49,8 +50,9 @@ class LoadParallelVAE(io.ComfyNode):
             inputs=[
                 io.Combo.Input(
                     "model_name",
-                    options=list_models("vae"),
-                    tooltip="A diffusers folder in models/diffusers with a vae folder in it, or a vae folder itself.",
+                    options=list_vaes(),
+                    tooltip="The VAE of FLUX, Stable Diffusion, Wan or Qwen-Image: a diffusers folder in "
+                    "models/diffusers, a file in models/vae, or a whole checkpoint in models/checkpoints.",
                 ),
                 io.Combo.Input(
                     "dtype",
@@ -95,7 +97,8 @@ class LoadParallelVAE(io.ComfyNode):
         plan = parallel_config or default_plan()
         spec = VaeModel(devices=plan.devices, vae=inspect_vae(model_name, dtype))
         say(describe(spec), cls.hidden.unique_id)
-        return io.NodeOutput(RemoteVAE(RemoteVae(engine=engine(), spec=spec)))
+        remote = RemoteVae(engine=engine(), spec=spec)
+        return io.NodeOutput(RemoteVideoVAE(remote) if spec.vae.is_video else RemoteVAE(remote))
 
 
 class VAEDecodeParallel(io.ComfyNode):
@@ -137,7 +140,7 @@ class VAEDecodeParallel(io.ComfyNode):
                     max=_MAX_SIZE,
                     step=4,
                     optional=True,
-                    tooltip="For video VAEs: frames decoded at a time. No effect on pictures.",
+                    tooltip="For video VAEs: frames in a tile. No effect on pictures.",
                 ),
                 io.Int.Input(
                     "temporal_overlap",
@@ -175,7 +178,7 @@ class VAEDecodeParallel(io.ComfyNode):
         temporal_overlap: int = 8,
     ) -> io.NodeOutput:
         """The pictures."""
-        if isinstance(vae, RemoteVAE):
+        if isinstance(vae, RemoteVAE) and not isinstance(vae, RemoteVideoVAE):
             tile = TileSize.from_pixels(tile_size, overlap, vae.upscale_ratio)
             return io.NodeOutput(
                 vae.decode_tiled(samples["samples"], tile_x=tile.side, tile_y=tile.side, overlap=tile.overlap)
@@ -183,5 +186,6 @@ class VAEDecodeParallel(io.ComfyNode):
         (images,) = comfy_nodes.VAEDecodeTiled().decode(
             vae, samples, tile_size, overlap, temporal_size, temporal_overlap
         )
-        say("This VAE is an ordinary one, so nothing ran in parallel. Use Load Parallel VAE.", cls.hidden.unique_id)
+        if not isinstance(vae, RemoteVAE):
+            say("This VAE is an ordinary one, so nothing ran in parallel. Use Load Parallel VAE.", cls.hidden.unique_id)
         return io.NodeOutput(images)

@@ -6,7 +6,7 @@ in -1..1. Knows neither ComfyUI nor how the ranks share a request out.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -16,7 +16,7 @@ from torch import Tensor
 from ..protocol import Request
 from ..vae_spec import DecodeVae, EncodeVae, LoadVae, TileSize, VaeSpec
 from .engine import Engine
-from .group import GroupKey
+from .group import GroupKey, RankReply
 from .groups import Poll
 from .models import spec_key
 
@@ -82,7 +82,8 @@ class RemoteVae:
     ) -> Tensor:
         """Raw latents [B, C, H, W] -> pixels [B, 3, H * scale, W * scale] in -1..1, float32 on the CPU.
 
-        Without `tile` whole pictures are shared out over the ranks, with it the tiles of each picture are.
+        Without `tile` whole pictures are shared out over the ranks, with it the tiles of each picture are. For pictures
+        only; videos are decoded by `decode_pieces`.
         """
         self.spec.vae.check_latents(latents.shape)
         side, overlap = _tile_fields(tile)
@@ -103,22 +104,57 @@ class RemoteVae:
         request = EncodeVae(key=self.spec.key, tile_side=side, tile_overlap=overlap)
         return self._run(request, ("pixels", "latents"), pixels, poll, progress)
 
+    def decode_pieces(
+        self, pieces: Sequence[Tensor], *, poll: Poll | None = None, progress: Progress | None = None
+    ) -> list[Tensor]:
+        """Raw video latents [1, C, T, H, W] of any sizes -> their pixels in -1..1, float32 on the CPU."""
+        for piece in pieces:
+            self.spec.vae.check_latents(piece.shape)
+        return self._run_pieces(DecodeVae(key=self.spec.key), pieces, poll, progress)
+
+    def encode_pieces(
+        self, pieces: Sequence[Tensor], *, poll: Poll | None = None, progress: Progress | None = None
+    ) -> list[Tensor]:
+        """The reverse: pixels [1, 3, frames, H, W] in -1..1 -> raw latents."""
+        for piece in pieces:
+            self.spec.vae.check_pixels(piece.shape)
+        return self._run_pieces(EncodeVae(key=self.spec.key), pieces, poll, progress)
+
+    def _run_pieces(
+        self, request: Request, pieces: Sequence[Tensor], poll: Poll | None, progress: Progress | None
+    ) -> list[Tensor]:
+        """One request per as many pieces as there are ranks, largest first, so that the ranks end together."""
+        order = sorted(range(len(pieces)), key=lambda number: -pieces[number].numel())
+        done: dict[int, Tensor] = {}
+        for start in range(0, len(order), len(self.spec.devices)):
+            numbers = order[start : start + len(self.spec.devices)]
+            given = {str(place): pieces[number] for place, number in enumerate(numbers)}
+            for reply in self._request(request, given, poll):
+                done.update({numbers[int(place)]: tensor.float() for place, tensor in reply.tensors.items()})
+            if progress is not None:
+                progress(len(done), len(pieces))
+        return [done[number] for number in range(len(pieces))]
+
+    def _request(self, request: Request, tensors: dict[str, Tensor], poll: Poll | None) -> list[RankReply]:
+        dtype = getattr(torch, self.spec.vae.dtype)
+        with self.engine.using(self.spec, poll) as group:
+            return self.engine.request_group(
+                group,
+                request,
+                {name: tensor.to(dtype) for name, tensor in tensors.items()},
+                deadline=self.engine.deadlines.first,
+                label=f"{request.operation} by the {self.spec.label}",
+                poll=poll,
+            )
+
     def _run(
         self, request: Request, names: tuple[str, str], batch: Tensor, poll: Poll | None, progress: Progress | None
     ) -> Tensor:
         """One request per as many pictures as there are ranks: bounded memory, and Cancel works between them."""
         given, wanted = names
         parts: list[Tensor] = []
-        for rows in torch.split(batch.to(getattr(torch, self.spec.vae.dtype)), len(self.spec.devices)):
-            with self.engine.using(self.spec, poll) as group:
-                replies = self.engine.request_group(
-                    group,
-                    request,
-                    {given: rows},
-                    deadline=self.engine.deadlines.first,
-                    label=f"{request.operation} by the {self.spec.label}",
-                    poll=poll,
-                )
+        for rows in torch.split(batch, len(self.spec.devices)):
+            replies = self._request(request, {given: rows}, poll)
             parts += [reply.tensors[wanted].float() for reply in replies if wanted in reply.tensors]
             if progress is not None:
                 progress(sum(map(len, parts)), len(batch))

@@ -27,6 +27,8 @@ class PackedLinear(nn.Module):
     """
 
     scale: Tensor | None
+    patched: nn.Module | None
+    """Called with the unpacked weight in float32, returns it with the patches that are on it."""
 
     def __init__(self, linear: nn.Linear, packing: Packing, dtype: torch.dtype) -> None:
         """From a linear layer, or a rank's slice of one, on the meta device."""
@@ -40,10 +42,18 @@ class PackedLinear(nn.Module):
         self.in_features, self.out_features = linear.in_features, linear.out_features
         scale = None if packing.scale is None else torch.tensor(packing.scale, dtype=torch.float32)
         self.register_buffer("scale", scale, persistent=False)
+        self.register_module("patched", None)
+
+    def unpack(self, stored: Tensor, dtype: torch.dtype) -> Tensor:
+        """The weight [out, in], or a part of it, from its bytes and without patches."""
+        return self.packing.unpack(stored, dtype, self.scale)
 
     def unpacked(self) -> Tensor:
-        """The weight [out, in] in the compute dtype."""
-        return self.packing.unpack(self.weight, self.dtype, self.scale)
+        """The weight [out, in] in the compute dtype, as it is computed with."""
+        if self.patched is None:
+            return self.unpack(self.weight, self.dtype)
+        patched: Tensor = self.patched(self.unpack(self.weight, torch.float32))
+        return patched.to(self.dtype)
 
     def forward(self, x: Tensor) -> Tensor:
         """As `nn.Linear`."""

@@ -227,8 +227,8 @@ def test_half_precision(comfy: Comfy) -> None:
         ("vae-unknown", "_class_name 'AutoencoderOobleck'; Load Parallel VAE can run AutoencoderKL"),
         ("vae-pickle", "only pickled weights"),
         ("bare-flux", "_class_name 'FluxTransformer2DModel'"),
-        ("../diffusers/vae-tiny", "is not a model folder with a vae"),
-        ("no-such-folder", "is not a model folder with a vae"),
+        ("../diffusers/vae-tiny", "a model folder with a vae"),
+        ("no-such-folder", "a model folder with a vae"),
     ],
 )
 def test_bad_folders_are_refused_before_the_prompt_runs(comfy: Comfy, model: str, message: str) -> None:

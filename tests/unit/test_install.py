@@ -34,6 +34,8 @@ FITTING = {
     "safetensors": "0.8.0",
     "tokenizers": "0.23.3",
     "sentencepiece": "0.2.3",
+    "gguf": "0.19.0",
+    "torchao": "0.18.0",
     "protobuf": "7.36.2",
     "numpy": "2.4.6",
     "Pillow": "13.0.0",

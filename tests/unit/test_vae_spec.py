@@ -96,6 +96,7 @@ def spec() -> VaeSpec:
         dtype="float32",
         latent_channels=16,
         image_channels=3,
+        temporal=0,
         scale=8,
         num_bytes=0,
         fingerprint="",
@@ -114,7 +115,7 @@ def test_refuses_pixels_that_are_no_whole_cells() -> None:
     spec().check_pixels((1, 3, 64, 72))
     with pytest.raises(UserError, match="70 x 64 pixels; .* multiples of 8"):
         spec().check_pixels((1, 3, 64, 70))
-    with pytest.raises(UserError, match=r"expected \[batch, 3, H, W\]"):
+    with pytest.raises(UserError, match=r"expected \[batch, 3, height, width\]"):
         spec().check_pixels((1, 4, 64, 64))
 
 
