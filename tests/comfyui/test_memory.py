@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -36,14 +35,7 @@ def large_bytes(models: Path) -> int:
 
 def holdings(comfy: Comfy) -> list[tuple[int, int]]:
     """What the ranks' own ledgers say, model by model: bytes on the device, bytes in host memory."""
-
-    def ranks() -> list[dict[str, Any]] | None:
-        groups = comfy.client.get("/parallel_diffusion/status")["groups"]
-        groups = [group for group in groups if group["kind"] == "mesh"]
-        return None if any(group["busy"] for group in groups) else [rank for group in groups for rank in group["ranks"]]
-
-    answer = wait_until(lambda: (found,) if (found := ranks()) is not None else None, seconds=30, what="idle ranks")
-    models = [model for rank in answer[0] for model in rank["models"].values()]
+    models = [model for group in comfy.groups() for rank in group["ranks"] for model in rank["models"].values()]
     return [(model["device_bytes"], model["host_bytes"]) for model in models]
 
 
