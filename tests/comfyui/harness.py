@@ -231,3 +231,11 @@ def resident_bytes(pid: int) -> int:
         if line.startswith("RssAnon:"):
             return int(line.split()[1]) * 1024
     raise AssertionError(f"no RssAnon in /proc/{pid}/status")
+
+
+def bytes_read(pid: int) -> int:
+    """Bytes that a process has read, from disk or cache; what it sees of a memory map does not count (proc(5), io)."""
+    for line in Path(f"/proc/{pid}/io").read_text().splitlines():
+        if line.startswith("rchar:"):
+            return int(line.split()[1])
+    raise AssertionError(f"no rchar in /proc/{pid}/io")
