@@ -37,6 +37,13 @@ def known_kind(names: Iterable[str]) -> str:
     return next((kind for kind, globs in _KINDS if _any_match(names, globs)), "")
 
 
+def describe_file(names: Iterable[str]) -> str:
+    """One sentence about a file with tensors of these names."""
+    names = tuple(names)
+    kind = known_kind(names)
+    return f"It looks like {kind}." if kind else describe_names(names)
+
+
 def describe_names(names: Iterable[str]) -> str:
     """One sentence about a file of no known kind."""
     names = sorted(names)
