@@ -95,9 +95,11 @@ class Held:
         """Whether the weight of that name is the bytes of a `PackedLinear`."""
         return name in self._packings
 
-    def source(self, source: Any, name: str) -> Slice:
-        """`source`, a weight of the checkpoint, in the numbers or the bytes that are held of it."""
+    def source(self, source: Any, name: str, dtype: torch.dtype) -> Slice:
+        """`source`, a weight of the checkpoint, in the numbers (of `dtype`) or the bytes that are held of it."""
         if name not in self._packings:
+            if isinstance(source, StoredWeight):
+                source.dtype = dtype
             return cast(Slice, source)
         return _Bytes(source) if self._kind == AS_STORED else _Cast(source, self._packings[name])
 
