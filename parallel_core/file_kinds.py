@@ -37,9 +37,12 @@ def known_kind(names: Iterable[str]) -> str:
     return next((kind for kind, globs in _KINDS if _any_match(names, globs)), "")
 
 
-def describe_names(names: Iterable[str]) -> str:
-    """One sentence about a file of no known kind."""
+def describe_file(names: Iterable[str]) -> str:
+    """One sentence about a file with tensors of these names."""
     names = sorted(names)
+    kind = known_kind(names)
+    if kind:
+        return f"It looks like {kind}."
     if not names:
         return "It holds no tensors at all."
     return f"What it holds is not known: {len(names)} tensors such as {', '.join(map(repr, names[:3]))}."
