@@ -39,14 +39,10 @@ def known_kind(names: Iterable[str]) -> str:
 
 def describe_file(names: Iterable[str]) -> str:
     """One sentence about a file with tensors of these names."""
-    names = tuple(names)
-    kind = known_kind(names)
-    return f"It looks like {kind}." if kind else describe_names(names)
-
-
-def describe_names(names: Iterable[str]) -> str:
-    """One sentence about a file of no known kind."""
     names = sorted(names)
+    kind = known_kind(names)
+    if kind:
+        return f"It looks like {kind}."
     if not names:
         return "It holds no tensors at all."
     return f"What it holds is not known: {len(names)} tensors such as {', '.join(map(repr, names[:3]))}."

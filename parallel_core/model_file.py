@@ -26,7 +26,7 @@ from .errors import UserError
 from .families.base import Family
 from .families.layout import MissingWeightError, Original, Shapes
 from .families.registry import FAMILIES, find_family
-from .file_kinds import describe_names, known_kind
+from .file_kinds import describe_file, known_kind
 from .gguf_header import read_gguf_header
 from .quantised import refuse_foreign, resolve_quantisation
 
@@ -174,9 +174,7 @@ def _check_structure(variant: str, preset: Mapping[str, Any], structure: Mapping
 
 def _recognise(file: Path, names: Mapping[str, TensorInfo]) -> _Match:
     """The one transformer in the file; `UserError` that says what the file looks like where there is none."""
-    looks = known_kind(names)
-    looks = f"It looks like {looks}. " if looks else ""
-    nearly = ""
+    partly: list[tuple[int, str]] = []
     for match in _candidates(names):
         layout = match.family.files
         wanted = [match.name_of(name) for name in layout.marks]
@@ -190,13 +188,16 @@ def _recognise(file: Path, names: Mapping[str, TensorInfo]) -> _Match:
         if len(there) == len(wanted):
             return match
         missing = [name for name in wanted if name not in match.tensors]
-        if len(there) > len(missing) and (len(missing) == 1 or not looks):
-            nearly = nearly or f"It looks like a {match.family.name} transformer, but {missing[0]!r} is missing. "
-    if nearly or not looks:
+        if len(there) > len(missing):
+            looks = f"It looks like a {match.family.name} transformer, but {missing[0]!r} is missing."
+            partly.append((len(missing), looks))
+    is_known = bool(known_kind(names))
+    nearly = next((looks for number, looks in partly if number == 1 or not is_known), "")
+    if nearly or not is_known:
         refuse_foreign(names, repr(file.name))
     known = ", ".join(family.name for family in FAMILIES)
     raise UserError(
-        f"{file.name!r} holds no transformer that runs here. {nearly or looks or describe_names(names) + ' '}"
+        f"{file.name!r} holds no transformer that runs here. {nearly or describe_file(names)} "
         f"Expected a transformer of {known}, in the original, ComfyUI's or diffusers' layout."
     )
 
