@@ -19,6 +19,9 @@ sequential: fill the first device, then the next. single: the one device with mo
 TENSOR = "tensor"
 """Not a placement of whole layers: one rank per device, each with a slice of every weight matrix."""
 
+CHOICES = (*PLACEMENTS, TENSOR)
+"""What a user can choose from."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class TextPart:
