@@ -92,7 +92,8 @@ class StoredWeight:
         return list(self._info.shape)
 
     def __getitem__(self, index: Any) -> Tensor:
-        """`index`: a slice of rows, or a tuple of slices, without steps."""
+        """`index`: a slice of rows, a tuple of slices, without steps, or ... for all of it."""
+        index = slice(None) if index is ... else index
         if self._packing is None:
             return self.stored(index)
         columns = self._columns(index)
