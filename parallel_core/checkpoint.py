@@ -7,8 +7,7 @@ starts nothing, and knows neither families nor ranks.
 from __future__ import annotations
 
 import json
-import struct
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatch
 from functools import cached_property
@@ -16,28 +15,11 @@ from pathlib import Path
 from typing import Any
 
 from .errors import UserError
-from .file_starts import describe_start
-
-DTYPES: dict[str, tuple[str, int]] = {
-    "F64": ("float64", 8),
-    "F32": ("float32", 4),
-    "F16": ("float16", 2),
-    "BF16": ("bfloat16", 2),
-    "F8_E4M3": ("float8_e4m3fn", 1),
-    "F8_E5M2": ("float8_e5m2", 1),
-    "I64": ("int64", 8),
-    "I32": ("int32", 4),
-    "I16": ("int16", 2),
-    "I8": ("int8", 1),
-    "U8": ("uint8", 1),
-    "BOOL": ("bool", 1),
-}
-"""safetensors dtype -> (torch's name, bytes per element)."""
+from .safetensors_header import parse_safetensors
 
 LOADABLE_DTYPES = ("float64", "float32", "float16", "bfloat16")
 """Plain floating-point weights. Other dtypes mean a quantised file, which would load wrong without its scales."""
 
-_MAX_HEADER_BYTES = 100_000_000  # the limit of the safetensors library itself
 _PICKLES = (".bin", ".ckpt", ".pt", ".pth", ".pkl")
 
 
@@ -151,10 +133,10 @@ def read_json(path: Path) -> dict[str, Any]:
         data = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise UserError(f"{path.parent.name}/{path.name} is missing.") from None
-    except (ValueError, RecursionError) as error:
-        raise UserError(f"{path.parent.name}/{path.name} is not valid json: {error}.") from None
     except OSError as error:
         raise UserError(f"{path.parent.name}/{path.name} cannot be read: {error.strerror}.") from None
+    except (ValueError, RecursionError) as error:
+        raise UserError(f"{path.parent.name}/{path.name} is not valid json: {error}.") from None
     if not isinstance(data, dict):
         raise UserError(f"{path.parent.name}/{path.name} holds a {type(data).__name__}; expected a json object.")
     return data
@@ -169,7 +151,8 @@ def read_checkpoint(folder: Path, component: str) -> Checkpoint:
     if not (path / "config.json").is_file():
         raise UserError(f"{path.name}/config.json is missing in {folder.name!r}, so the model's sizes are unknown.")
     config = read_json(path / "config.json")
-    class_name = config.get("_class_name") or (config.get("architectures") or [None])[0]
+    architectures = config.get("architectures")
+    class_name = config.get("_class_name") or (architectures[0] if architectures and type(architectures) is list else 0)
     if not isinstance(class_name, str):
         raise UserError(f"{path.name}/config.json has no _class_name, so what kind of model it is cannot be told.")
     tensors: dict[str, TensorInfo] = {}
@@ -219,116 +202,19 @@ def _indexed_files(index: Path) -> Sequence[Path]:
 
 
 def read_header(file: Path) -> Sequence[TensorInfo]:
-    """The tensors that a safetensors file declares, after checking that the file really holds their bytes.
-
-    As strict as the safetensors library, so that what passes here can be opened anywhere.
-    Format: https://github.com/huggingface/safetensors#format (8 bytes little-endian header length, json, data).
-    """
-    label = f"{file.parent.name}/{file.name}"
-    header, start, size = _json_header(file, label)
-    metadata = header.pop(_METADATA, {})
-    if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
-        raise UserError(f"{label} has a damaged safetensors header ({_METADATA} is not text). Download it again.")
-    found = [_tensor_info(file, label, name, entry) for name, entry in header.items()]
-    position = 0
-    for begin, end, name in sorted((begin, end, info.name) for info, begin, end in found):
-        if begin != position:
-            raise UserError(
-                f"{label} has a damaged safetensors header: {name!r} begins at byte {begin}, but the tensor before it "
-                f"ends at {position}. Download it again."
-            )
-        position = end
-    _check_size(label, start + position, size)
-    return [info for info, _, _ in found]
+    """The tensors that a safetensors file declares; refusals as in `parse_safetensors`."""
+    return [
+        TensorInfo(name=name, dtype=dtype, shape=shape, num_bytes=end - begin, file=file)
+        for name, (dtype, shape, begin, end) in parse_safetensors(file).tensors.items()
+    ]
 
 
-_METADATA = "__metadata__"
-
-
-def _json_header(file: Path, label: str) -> tuple[dict[str, Any], int, int]:
-    """The json, where the data begins, and the file's size in bytes."""
-    try:
-        size = file.stat().st_size
-        with file.open("rb") as stream:
-            first = stream.read(8)
-            length = struct.unpack("<Q", first)[0] if len(first) == 8 else -1
-            is_whole = 0 < length <= min(size - 8, _MAX_HEADER_BYTES)
-            text = stream.read(length if is_whole else 64)
-    except OSError as error:
-        raise UserError(f"{label} cannot be read: {error.strerror}.") from None
-    if not is_whole:
-        raise UserError(
-            f"{label} is not a whole safetensors file: it has {size} bytes and its header claims {max(length, 0)}."
-            f"{describe_start(first + text) or ' Was the download complete?'}"
-        )
-    header = _parse_header(text)
-    if header is None:
-        raise UserError(f"{label} has a damaged safetensors header (it is not json). Download it again.")
-    return header, 8 + length, size
-
-
-def _parse_header(text: bytes) -> dict[str, Any] | None:
-    """None where it is no json object, or has names that are no text."""
-    try:
-        header = json.loads(text)
-        if isinstance(header, dict):
-            "".join(header).encode()  # half a surrogate pair is json, but no text
-            return header
-    except (ValueError, RecursionError):
-        pass
-    return None
-
-
-def _check_size(label: str, needed: int, size: int) -> None:
-    if size < needed:
-        raise UserError(
-            f"{label} is cut off: its header describes {needed} bytes, the file has {size} "
-            f"({(needed - size) / 1e6:.1f} MB are missing). Download it again."
-        )
-    if size > needed:
-        raise UserError(f"{label} has {size} bytes, but its header describes {needed}. Download it again.")
-
-
-def read_metadata(file: Path) -> dict[str, str]:
-    """The free-form part of a safetensors header, of a file that `read_header` has accepted."""
-    header, _, _ = _json_header(file, f"{file.parent.name}/{file.name}")
-    metadata: dict[str, str] = header.get(_METADATA, {})
-    return metadata
-
-
-def _tensor_info(file: Path, label: str, name: str, entry: Any) -> tuple[TensorInfo, int, int]:
-    """The tensor, and the offsets of its first byte and one past its last; refuses numbers that do not agree."""
-    damaged = UserError(f"{label} has a damaged header entry for {name!r}. Download it again.")
-    try:
-        dtype, sizes, (begin, end) = entry["dtype"], entry["shape"], entry["data_offsets"]
-    except (TypeError, KeyError, ValueError):
-        raise damaged from None
-    shape = tuple(sizes) if isinstance(sizes, list) else (-1,)
-    if not isinstance(dtype, str) or any(type(number) is not int or number < 0 for number in (*shape, begin, end)):
-        raise damaged
-    if dtype not in DTYPES:
-        raise UserError(f"{label}: tensor {name!r} has dtype {dtype}, which is not known. Known: {', '.join(DTYPES)}.")
-    torch_name, width = DTYPES[dtype]
-    if end - begin != _count(shape) * width:
-        raise UserError(
-            f"{label}: tensor {name!r} claims shape {list(shape)} of {dtype} but {end - begin} bytes; "
-            f"expected {_count(shape) * width}."
-        )
-    return TensorInfo(name=name, dtype=torch_name, shape=shape, num_bytes=end - begin, file=file), begin, end
-
-
-def check_shapes(
-    checkpoint: Checkpoint, expected: Mapping[str, tuple[int, ...]], name_of: Callable[[str], str] = str
-) -> None:
-    """Compares names and shapes with what the config implies; `UserError` lists the first few that differ.
-
-    `name_of`: the name that the file has for an expected one.
-    """
+def check_shapes(checkpoint: Checkpoint, expected: Mapping[str, tuple[int, ...]]) -> None:
+    """Compares names and shapes with what the config implies; `UserError` lists the first few that differ."""
     have = checkpoint.tensors
-    missing = dict.fromkeys(name_of(name) for name in expected if name not in have)  # parts of one tensor once
-    problems = [f"{name} is missing" for name in missing]
+    problems = [f"{name} is missing" for name in expected if name not in have]
     problems += [
-        f"{name_of(name)} has shape {list(have[name].shape)}, expected {list(shape)}"
+        f"{name} has shape {list(have[name].shape)}, expected {list(shape)}"
         for name, shape in expected.items()
         if name in have and have[name].shape != shape
     ]

@@ -49,15 +49,17 @@ class Shapes:
         return self._rename(name) in self._stored
 
     def count(self, pattern: str) -> int:
-        """How many tensors `pattern` stands for with {} = 0, 1, 2 ... up to the last one that is there.
+        """How many tensors there are for `pattern` with {} = 0, 1, 2 ...; `MissingWeightError` for a gap."""
+        number = 0
+        while pattern.format(number) in self:
+            number += 1
+        if any(pattern.format(later) in self for later in range(number + 1, number + _LONGEST_GAP)):
+            raise MissingWeightError(self._rename(pattern.format(number)))
+        return number
 
-        One that lies between is counted though it is missing, so that it is missed; a number beyond what the file could
-        have is none.
-        """
-        start, end = self._rename(pattern).split("{}")
-        middles = (name[len(start) : -len(end)] for name in self._stored if name.startswith(start))
-        numbers = [int(middle) for middle in middles if middle.isdecimal() and start + middle + end in self._stored]
-        return max((number + 1 for number in numbers if number < len(self._stored)), default=0)
+
+_LONGEST_GAP = 100
+"""Blocks that are looked for behind the first that is missing."""
 
 
 class MissingWeightError(KeyError):

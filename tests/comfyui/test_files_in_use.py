@@ -23,7 +23,6 @@ from tests.comfyui.test_memory import holdings
 from tests.comfyui.workflows import Case, ksampler, sample
 from tests.tiny_files import is_matrix, write_file
 from tests.tiny_models import TINY_MODELS, family_of
-from tests.unit.file_soup import write_names
 from tools.comfy_client import Event
 
 CASE = Case(name="files in use", cfg=3.0, steps=4)
@@ -184,50 +183,3 @@ def has_scaled_fp8(comfy: Comfy) -> bool:
     """0.3 reads the older layout with a large loss, and the newer one wrong in silence."""
     version = comfy.client.get("/system_stats")["system"]["comfyui_version"]
     return tuple(map(int, version.split(".")[:2])) >= (0, 4)
-
-
-# ----- wrong files -----
-
-WRONG = {
-    "sdxl": (["model.diffusion_model.input_blocks.0.0.weight"], "U-Net"),
-    "lora": (["lora_unet_double_blocks_0_img_mod_lin.lora_down.weight"], "a LoRA"),
-    "vace": (["vace_blocks.0.before_proj.weight", "patch_embedding.weight"], "Wan VACE"),
-}
-
-
-@pytest.mark.parametrize("kind", WRONG)
-def test_a_wrong_file_is_refused_before_anything_starts(comfy: Comfy, models: Path, kind: str) -> None:
-    names, called = WRONG[kind]
-    (models / "diffusion_models").mkdir(exist_ok=True)
-    write_names(models / "diffusion_models" / f"wrong-{kind}.safetensors", *names)
-    refused(comfy, f"wrong-{kind}.safetensors", called, "flux, qwen-image, wan" if kind != "vace" else "looks like wan")
-
-
-def test_a_download_that_is_a_page(comfy: Comfy, models: Path) -> None:
-    (models / "diffusion_models").mkdir(exist_ok=True)
-    for name in ("page.safetensors", "page.gguf"):
-        (models / "diffusion_models" / name).write_text("<!DOCTYPE html>" + "<p>Log in</p>" * 99)
-        refused(comfy, name, "web page")
-
-
-def test_a_config_of_another_family(comfy: Comfy, write: Callable[..., str]) -> None:
-    write("diffusion_models/mine.safetensors", "original")
-    refused(
-        comfy,
-        "mine.safetensors",
-        "config_from 'tiny-qwen/transformer'",
-        "QwenImageTransformer2DModel",
-        config_from="tiny-qwen",
-    )
-
-
-def refused(comfy: Comfy, name: str, *fragments: str, config_from: str | None = None) -> None:
-    before = comfy.ranks()
-    graph = Graph()
-    more = {"config_from": config_from} if config_from else {}
-    model = load_parallel(graph, {"devices": "cpu:3", "replicas": 3}, model=name, dtype="default", **more)
-    graph.add("TestSaveLatent", samples=ksampler(graph, model, CASE), name="never")
-    text = comfy.failure(graph)
-    assert [fragment for fragment in (name, *fragments) if fragment not in text] == [], text
-    assert "Traceback" not in text
-    assert comfy.ranks() == before

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 
+from parallel_core.errors import UserError
 from parallel_core.gguf_header import GGUF_BLOCKS, parse_gguf
 from parallel_core.worker.stored import StoredWeight, open_file
 
@@ -49,3 +50,17 @@ def test_numbers_are_those_of_the_gguf_package(tmp_path: Path, kind: str) -> Non
         assert weight.get_shape() == [ROWS, COLUMNS]
         for index in (slice(None), slice(2, 5), (slice(None), slice(256, 512)), (slice(1, 3), slice(5, 300))):
             torch.testing.assert_close(weight[index], expected[index], rtol=1e-6, atol=1e-6)
+
+
+def test_a_packed_weight_whose_shape_cuts_blocks_is_refused(tmp_path: Path) -> None:
+    """The flattened rows are whole blocks, those of the weight itself are not."""
+    file = tmp_path / "model.gguf"
+    writer = gguf.GGUFWriter(str(file), "wan")
+    writer.add_array("comfy.gguf.orig_shape.weight", [6, 128, 2, 2])
+    writer.add_tensor("weight", random_blocks("Q8_0"), raw_dtype=gguf.GGMLQuantizationType.Q8_0)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    with pytest.raises(UserError, match=r"\[6, 128, 2, 2\] of 'weight' does not fit its blocks of 32"):
+        parse_gguf(file)

@@ -1,4 +1,4 @@
-"""Whatever bytes a model file has: it is read, or refused by one clear error, fast and in little memory."""
+"""Whatever values a header or a config has: the file is read, or refused by one clear error. Bytes: test_wrong_bytes."""
 
 from __future__ import annotations
 
@@ -14,11 +14,10 @@ from safetensors import safe_open
 
 from parallel_core.errors import UserError
 from parallel_core.model_file import ModelSource, read_transformer
-from parallel_core.quantised import FP8_DTYPES
 from parallel_core.storage import choose_storage
 from tests.tiny_files import write_file
 from tests.tiny_models import TINY_MODELS, family_of
-from tests.unit.file_soup import changed_header, damaged, header_length, read_parts
+from tests.unit.file_soup import changed_header, read_parts
 
 SMALL: dict[str, dict[str, Any]] = {
     "flux": {"num_layers": 1, "num_single_layers": 1},
@@ -27,7 +26,7 @@ SMALL: dict[str, dict[str, Any]] = {
 }
 """As few names as a model can have, so that a changed byte hits each of them often."""
 
-FILES = [(name, layout) for name in SMALL for layout in ("original", "old-scaled", "new-scaled", "gguf")]
+FILES = [(name, layout) for name in SMALL for layout in ("original", "old-scaled", "new-scaled")]
 FILES += [("flux", "metadata-scaled"), ("flux", "prefixed"), ("flux", "diffusers")]
 TRIES = 150
 
@@ -41,7 +40,7 @@ def sound(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, str], Mode
         folder = root / name
         if not folder.exists():
             TINY_MODELS[name].write(folder, **SMALL[name])
-        file = root / f"{name}-{layout}.{'gguf' if layout == 'gguf' else 'safetensors'}"
+        file = root / f"{name}-{layout}.safetensors"
         return ModelSource(write_file(file, folder, family_of(name), layout), folder)
 
     return make
@@ -58,32 +57,15 @@ def survives(source: ModelSource) -> bool:
         return False
     finally:
         assert time.monotonic() - started < 5
-    assert all(
-        info.is_quantised or not info.scale or info.dtype not in FP8_DTYPES for info in checkpoint.tensors.values()
-    )
-    if source.path.suffix != ".gguf":
-        with safe_open(source.path, framework="pt") as opened:  # so the ranks can open it too
-            assert opened.keys()
+    with safe_open(source.path, framework="pt") as opened:  # so the ranks can open it too
+        assert opened.keys()
     return True
 
 
 @pytest.mark.parametrize(("name", "layout"), FILES)
-def test_changed_bytes(tmp_path: Path, sound: Callable[[str, str], ModelSource], name: str, layout: str) -> None:
-    source, rng = sound(name, layout), random.Random(f"{name} {layout}")
-    assert survives(source)
-    data, length = source.path.read_bytes(), header_length(source.path)
-    read = 0
-    for number in range(TRIES):
-        file = tmp_path / f"{number}{source.path.suffix}"
-        file.write_bytes(damaged(data, length, rng))
-        read += survives(ModelSource(file, source.config_from))
-        file.unlink()
-    assert read < TRIES // 2, "most of the damage is noticed"
-
-
-@pytest.mark.parametrize(("name", "layout"), [cell for cell in FILES if cell[1] != "gguf"])
 def test_changed_values(tmp_path: Path, sound: Callable[[str, str], ModelSource], name: str, layout: str) -> None:
     source, rng = sound(name, layout), random.Random(f"{name} {layout}")
+    assert survives(source)
     header, data = read_parts(source.path)
     for number in range(TRIES):
         file = tmp_path / f"{number}.safetensors"

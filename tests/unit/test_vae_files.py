@@ -3,35 +3,25 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
 from parallel_core.errors import UserError
-from parallel_core.vae_files import LAYOUTS, read_vae_file, vae_file_name
+from parallel_core.vae_files import LAYOUTS, read_vae_file
 from parallel_core.vae_spec import read_vae
 from parallel_core.worker.vae import load_vae
-from tests.tiny_vae import TINY, build_vae
+from tests.tiny_vae import build_vae, write_original
 from tests.tiny_video_vae import build_video_vae, write_video_vae_file
 
 LDM = "Stable Diffusion or FLUX"
 CPU = torch.device("cpu")
 
 
-def write_ldm(file: Path, prefix: str = "", **config: Any) -> Path:
-    weights = {}
-    for key, tensor in build_vae(**config).state_dict().items():
-        name = vae_file_name(key, LDM, TINY)
-        weights[prefix + name] = tensor[:, :, None, None] if ".attn_1." in name and tensor.ndim == 2 else tensor
-    save_file({name: tensor.contiguous() for name, tensor in weights.items()}, file)
-    return file
-
-
 @pytest.mark.parametrize("prefix", ["", "vae.", "first_stage_model."])
 def test_an_image_vae_is_recognised_and_loaded(tmp_path: Path, prefix: str) -> None:
-    file = write_ldm(tmp_path / "a video vae by its name.safetensors", prefix)
+    file = write_original(tmp_path / "a video vae by its name.safetensors", prefix=prefix)
     spec = read_vae(file)
     assert (spec.latent_channels, spec.image_channels, spec.scale, spec.is_video) == (16, 3, 8, False)
     loaded, expected = load_vae(file, torch.float32, CPU).state_dict(), build_vae().state_dict()
@@ -50,7 +40,7 @@ def test_a_video_vae_is_recognised_and_loaded(tmp_path: Path, variant: str, chan
 
 
 def test_nothing_of_the_file_stays_mapped(tmp_path: Path) -> None:
-    file = write_ldm(tmp_path / "vae.safetensors")
+    file = write_original(tmp_path / "vae.safetensors")
     vae = load_vae(file, torch.float32, CPU)
     assert str(file) not in Path("/proc/self/maps").read_text()
     assert not vae.training
@@ -69,11 +59,11 @@ def refusal(file: Path) -> str:
 @pytest.mark.parametrize(
     ("names", "looks_like"),
     [
-        (["double_blocks.0.img_attn.qkv.weight", "img_in.weight"], "What it holds is not known"),
+        (["double_blocks.0.img_attn.qkv.weight", "img_in.weight"], "a FLUX or HunyuanVideo transformer"),
         (["lora_unet_x.lora_down.weight"], "a LoRA"),
         (["model.layers.0.self_attn.q_proj.weight"], "a language model"),
         (["text_model.encoder.layers.0.mlp.fc1.weight"], "a CLIP text encoder"),
-        (["decoder.layers.1.weight", "encoder.layers.0.weight"], "not known"),
+        (["decoder.layers.1.weight", "encoder.layers.0.weight"], "a TAESD preview VAE"),
         ([], "no tensors at all"),
     ],
 )
@@ -86,7 +76,7 @@ def test_another_file_is_refused_with_what_it_looks_like(tmp_path: Path, names: 
 @pytest.mark.parametrize("variant", [LDM, "Wan 2.1"])
 def test_a_damaged_vae_is_refused_by_the_tensor(tmp_path: Path, variant: str) -> None:
     file = tmp_path / "x.safetensors"
-    _ = write_ldm(file) if variant == LDM else write_video_vae_file(file, variant)
+    _ = write_original(file) if variant == LDM else write_video_vae_file(file, variant)
     sound = load_file(file)
     name = next(name for name in sound if name.startswith("encoder.mid") and name.endswith("weight"))
     save_file({key: tensor for key, tensor in sound.items() if key != name}, file)
