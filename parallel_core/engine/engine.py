@@ -210,7 +210,7 @@ class Engine:
 
     def _make_room(self, group: Group, needed: Mapping[str, int], keep: Sequence[Holding]) -> None:
         """Asks the host program, then parks our own models, least recently used first. CPU ranks share one memory."""
-        needed = {device: size + WORKSPACE_BYTES for device, size in needed.items() if device.startswith("cuda:")}
+        needed = {device: size + WORKSPACE_BYTES for device, size in self._apart_from_host(needed).items()}
         if not needed:
             return
         if self._free_host is not None:
@@ -220,6 +220,11 @@ class Engine:
             if self._park(holding):
                 self._notices.append(f"{holding.label} left the devices to make room")
                 logger.info(self._notices[-1])
+
+    def _apart_from_host(self, device_bytes: Mapping[str, int]) -> dict[str, int]:
+        """The part that lies on devices with memory of their own."""
+        own = {device.name for device in self.list_devices()}
+        return {device: size for device, size in device_bytes.items() if device in own}
 
     def _free(self, group: Group) -> dict[str, int]:
         free: dict[str, int] = {}
@@ -248,8 +253,7 @@ class Engine:
         if not group.lock.acquire(timeout=1.0):
             return False
         try:
-            on_gpus = sum(size for device, size in holding.device_bytes.items() if device.startswith("cuda:"))
-            if on_gpus > self._host()[0] * HOST_SHARE:
+            if sum(self._apart_from_host(holding.device_bytes).values()) > self._host()[0] * HOST_SHARE:
                 logger.warning("%s does not fit the host's memory; it will be read again", holding.label)
                 self._release(holding.group, holding.key)
             else:

@@ -26,6 +26,7 @@ from ..plan import RunMode
 from ..protocol import CheckMode, Forward, HoldTensors, PatchWeights, PlaceTransformer, Request
 from ..storage import Storage
 from .budgets import apply_limits, free_budgets
+from .heap import large_blocks_apart
 from .loading import empty_transformer, held_dtype
 from .packed import Held, hold_packed
 from .placed import Places, attach, beside_blocks, bytes_by_device
@@ -47,6 +48,7 @@ class PlacedTransformer:
     """The weights that lie on no device."""
 
 
+@large_blocks_apart()
 def place_transformer(
     source: ModelSource, family: Family, storage: Storage, devices: tuple[str, ...], limits: Mapping[str, int]
 ) -> PlacedTransformer:
@@ -124,7 +126,8 @@ class Outside(Mapping[str, Tensor]):
         with ExitStack() as stack:
             info = self._checkpoint.tensors[name]
             stored = StoredWeight(open_file(info.file, stack), info)
-            return _read(self._held.source(stored, name), torch.device("cpu"), self._dtypes.of(name))
+            dtype = self._dtypes.of(name)
+            return _read(self._held.source(stored, name, dtype), torch.device("cpu"), dtype)
 
     def __iter__(self) -> Iterator[str]:
         return iter([*self._in_host, *self.in_files])
@@ -138,9 +141,10 @@ def _read_weights(model: nn.Module, checkpoint: Checkpoint, places: Places, held
     buffers = {name for name, _ in model.named_buffers()}
     outside = Outside(checkpoint, held, dtypes)
     for name, stored in from_files(checkpoint):
-        home, source = places.home(name), held.source(stored, name)
+        home, dtype = places.home(name), dtypes.of(name)
+        source = held.source(stored, name, dtype)
         if name in buffers or home not in (HOST, DISK):
-            value = _read(source, places.torch_device(name), dtypes.of(name))
+            value = _read(source, places.torch_device(name), dtype)
             set_module_tensor_to_device(model, name, value.device, value, dtype=value.dtype, clear_cache=False)
         else:
             outside.add(name, source if home == HOST else None)

@@ -16,7 +16,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from ..eager import eager
 from ..errors import UserError
 from ..families.base import Family
 from ..families.layout import Original, reverse
@@ -64,7 +63,6 @@ class PatchedPart(nn.Module):
                 self.register_buffer(f"{role}_{index}", tensor, persistent=False)
             self.register_buffer(f"ratio_{index}", ratio, persistent=False)
 
-    @eager
     def forward(self, own: Tensor) -> Tensor:
         """See the class."""
         for index, (patch, place) in enumerate(zip(self._patches, self._places, strict=True)):
@@ -170,7 +168,7 @@ class ModelPatches:
             patched = PatchedPart(patches, factors, ratios, shape, part) if patches else None
             layer = weights.packed(name)
             if layer is not None:
-                layer.patched = patched
+                layer.patch(patched)
             else:
                 self._rewrite(weights, name, patched)
 

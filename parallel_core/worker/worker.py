@@ -83,12 +83,13 @@ class Worker:
     def import_heavy(self) -> None:
         """Fills the table of this kind of group; imports diffusers or transformers, which takes seconds."""
         if self.kind == "mesh":
-            from . import transformer, vae
+            from . import text, transformer, vae
             from .meshes import MeshCache
 
             self.meshes = MeshCache(self.device.type)
             self._table.update(transformer.OPERATIONS)
             self._table.update(vae.OPERATIONS)
+            self._table.update(text.OPERATIONS)
         else:
             from . import placed_transformer, text
 

@@ -22,12 +22,12 @@ Loras = Sequence[tuple[str, float]]
 """(file name, strength), in the order of the nodes."""
 
 
-def parallel(family: str, plan: dict[str, Any], *, model: str = "") -> Loader:
-    return lambda graph: load_parallel(graph, plan, model=model or MODELS[family])
+def parallel(family: str, plan: dict[str, Any], *, model: str = "", dtype: str = "float32") -> Loader:
+    return lambda graph: load_parallel(graph, plan, model=model or MODELS[family], dtype=dtype)
 
 
-def reference(family: str, *, model: str = "") -> Loader:
-    return lambda graph: graph.add(REFERENCES[family], model_name=model or MODELS[family], dtype="float32")
+def reference(family: str, *, dtype: str = "float32") -> Loader:
+    return lambda graph: graph.add(REFERENCES[family], model_name=MODELS[family], dtype=dtype)
 
 
 def with_loras(graph: Graph, model: Node, loras: Loras) -> Node:

@@ -5,6 +5,7 @@ The reference is ComfyUI's model class in ComfyUI's process, with the same LoRA 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +17,10 @@ from tests.comfyui.broken_models import WEIGHTS, other_weights
 from tests.comfyui.graphs import Graph
 from tests.comfyui.harness import Comfy
 from tests.comfyui.lora_workflows import MODELS, Loras, Run, parallel, reference, run, sampled, with_loras
-from tests.comfyui.parity import FP32_TOLERANCE, PLANS, distance
+from tests.comfyui.parity import FP32_TOLERANCE, PLANS, Loader, distance
+from tests.comfyui.workflows import Case, ksampler
 from tests.lora_files import FORMATS, lora_name
+from tools.comfy_client import Event
 
 LORA_PLANS = (
     "one rank",
@@ -129,6 +132,42 @@ def test_lora_loader_with_a_text_encoder(comfy: Comfy, models: Path, expected: R
     assert texts == ([] if for_model else ["None of the LoRA's keys is for the diffusion model, which stays as it is"])
     wanted = expected("flux", [("flux-peft.safetensors", 0.8)] if for_model else [])
     assert distance(comfy.saved("with-encoder"), wanted) <= FP32_TOLERANCE
+
+
+@pytest.mark.parametrize("plan", ["ulysses 2"])
+def test_a_cancelled_run_leaves_no_lora_behind(comfy: Comfy, plan: str) -> None:
+    load = parallel("flux", PLANS[plan])
+    before = run(comfy, "flux", load, [])
+    graph = Graph()
+    model = with_loras(graph, load(graph), [("flux-loha.safetensors", 1.0)])
+    slow = Case(name="slow", width=512, height=512, steps=200)
+    graph.add("TestSaveLatent", samples=ksampler(graph, model, slow), name="cancelled-lora")
+
+    def cancel(event: Event) -> None:
+        if event.kind == "progress" and event.data["value"] == 2:
+            comfy.client.interrupt()
+
+    assert comfy.client.run(graph.prompt, on_progress=cancel).status == "interrupted"
+    assert torch.equal(run(comfy, "flux", load, []), before)
+
+
+@pytest.mark.parametrize("plan", ["one rank", "tensor 2"])
+def test_bf16_weights_are_changed_as_comfyui_changes_its_own(comfy: Comfy, plan: str) -> None:
+    """Rounded once, from float32: as near to ComfyUI's picture in float32 as ComfyUI's own in bfloat16 is."""
+    loras = [("flux-kohya.safetensors", 0.3), ("flux-peft.safetensors", 0.3)]
+
+    def runs(load: Callable[[str], Loader], dtype: str) -> torch.Tensor:
+        found = []
+        for seed in range(6):
+            graph = Graph()
+            case = Case(name="bf16", seed=seed, guidance=4.0, width=96, batch=2, steps=4)
+            found.append(comfy.latents(graph, ksampler(graph, with_loras(graph, load(dtype)(graph), loras), case)))
+        return torch.stack(found)
+
+    theirs, exact = (runs(lambda dtype: reference("flux", dtype=dtype), dtype) for dtype in ("bfloat16", "float32"))
+    ours = runs(lambda dtype: parallel("flux", PLANS[plan], dtype=dtype), "bfloat16")
+    errors = [float((found - exact).square().mean().sqrt()) for found in (ours, theirs)]
+    assert errors[0] <= 1.05 * errors[1], errors
 
 
 # ----- what does not match -----

@@ -15,6 +15,7 @@ from parallel_core.engine.weight_patches import apply_patches
 from parallel_core.errors import UserError
 from parallel_core.plan import ParallelPlan
 from parallel_core.weight_patches import NO_PATCHES, PatchSet, WeightPatch
+from tests.ranks.matrix import CAN_COMPILE, NO_COMPILER
 from tests.ranks.remote_flux import FOUR, TWO, RemoteTransformer, call, ledger, number_of_loads, remote
 from tests.tiny_flux import build_transformer
 
@@ -229,3 +230,16 @@ def test_packed_weights_are_patched_as_plain_ones_are(
     engine.park(model.spec)
     assert torch.equal(run(model, wanted), output)
     assert torch.equal(run(model, NO_PATCHES), before)
+
+
+@pytest.mark.full
+@pytest.mark.skipif(not CAN_COMPILE, reason=NO_COMPILER)
+@pytest.mark.parametrize("held", [{}, FP8], ids=["plain", "packed"])
+def test_compiled_blocks_follow_their_patches(
+    engine: Engine, tiny_flux: Path, rounded_flux: Path, held: dict[str, str]
+) -> None:
+    compiled = remote(engine, tiny_flux, ParallelPlan(devices=TWO, ulysses=2, compile="default"), **held)
+    plain = remote(engine, rounded_flux if held else tiny_flux, ParallelPlan(devices=("cpu:0",)))
+    for wanted in (NO_PATCHES, patches(), patches(0.2), NO_PATCHES, patches(seed=1)):
+        want = run(plain, wanted)
+        assert (run(compiled, wanted) - want).abs().max() <= 5e-6 * want.abs().max()
