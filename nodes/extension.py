@@ -8,6 +8,7 @@ from . import routes
 from .batch_conditioning import BatchConditioning
 from .distributed_sampler import DistributedSampler
 from .encode import EncodeOnDeviceMap
+from .encode_files import EncodeFromFiles
 from .load_transformer import LoadParallelTransformer
 from .parallel_config import ParallelConfig
 from .vae import LoadParallelVAE, VAEDecodeParallel
@@ -25,6 +26,7 @@ class ParallelDiffusionExtension(ComfyExtension):
             ParallelConfig,
             LoadParallelTransformer,
             EncodeOnDeviceMap,
+            EncodeFromFiles,
             BatchConditioning,
             DistributedSampler,
             LoadParallelVAE,

@@ -1,36 +1,31 @@
-"""What the text encoders of a model folder are, as far as both sides must agree on it.
+"""What text encoders are, as far as both sides must agree on it.
 
-Owns what a family declares about them, `TextSource` (read from json files and headers alone, with every refusal about a
-folder), and the requests. Reads no weight, knows neither ComfyUI nor how an encoder computes.
+Owns what a family declares about them, where they can come from, and the requests. Reads nothing, knows neither ComfyUI
+nor how an encoder computes.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Any, ClassVar
+from typing import ClassVar
 
-from .checkpoint import Checkpoint, check_loadable, fingerprint, read_checkpoint, read_json
-from .errors import UserError
 from .protocol import Request
 
 PLACEMENTS = ("balanced", "auto", "sequential", "single")
 """balanced: spread by bytes over all devices. auto: as few devices as hold everything, those with most memory first.
 sequential: fill the first device, then the next. single: the one device with most memory, nothing else."""
 
-WEIGHTS = ("model.safetensors", "model.safetensors.index.json")
-"""The names that transformers reads; other files in the folder (an fp16 variant, say) are not picked up by it."""
+TENSOR = "tensor"
+"""Not a placement of whole layers: one rank per device, each with a slice of every weight matrix."""
+
+CHOICES = (*PLACEMENTS, TENSOR)
+"""What a user can choose from."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class TextPart:
-    """One encoder with its tokenizer, by their folder names, and what becomes of its output.
-
-    `output` names the field of the encoder's result, `key` the place in a ComfyUI conditioning. `length`: prompts are
-    padded and cut to the "tokenizer"'s own length, or to the "request"'s max_sequence_length. `prefixes` may stand
-    before weight names in files of older libraries.
-    """
+    """One encoder with its tokenizer, by their folder names, and what becomes of its output."""
 
     label: str
     encoder: str
@@ -38,144 +33,96 @@ class TextPart:
     tokenizer: str
     tokenizer_classes: tuple[str, ...]
     output: str
+    """The field of the encoder's result."""
     key: str
+    """Its place in a ComfyUI conditioning."""
     length: str
-    prefixes: tuple[str, ...] = ()
+    """Prompts are padded and cut to the "tokenizer"'s own length, or to the "request"'s max_sequence_length. With
+    "open" ones are never padded, and cut to max_sequence_length behind the template."""
+    renames: tuple[tuple[str, str], ...] = ()
+    """Where weight names start in files -> in the model that is loaded, where that is not the same; first match."""
+    unused: tuple[str, ...] = ()
+    """Globs of the file's weights that reading a prompt does not need: they are not loaded."""
+    loaded_class: str = ""
+    """The part of the encoder's class that reads prompts, where that is not all of it."""
+    config_key: str = ""
+    """The field of config.json with that part's own config."""
+    template: str = ""
+    """The text around a prompt ({}), and"""
+    template_tokens: int = 0
+    """how many tokens of what is before it do not count."""
+    most_tokens: int = 0
+    """With length "open": tokens of a prompt that are read at all."""
+    zero_padding: bool = False
+    """Padding is hidden from the encoder, and its output zero there."""
+    clean: bool = False
+    """HTML entities are resolved and white space is joined first."""
+    divided: tuple[str, ...] = ()
+    """Fields of the config that the number of ranks must divide with placement "tensor"."""
+    tp_plan: Mapping[str, str] = field(default_factory=dict)
+    """Module glob -> style of tensor parallelism, on top of what the class itself declares."""
+    small: bool = False
+    """Whole on every rank where it cannot be divided, for it takes little."""
+
+    def rename(self, stored: str) -> str:
+        """The loaded model's name of a file's weight."""
+        return next((new + stored[len(old) :] for old, new in self.renames if stored.startswith(old)), stored)
 
 
 @dataclass(frozen=True, kw_only=True)
 class TextFamily:
-    """How one model family reads prompts. `pipelines` are the `_class_name`s of model_index.json that read them so."""
+    """How one model family reads prompts. `pipelines` are the `_class_name`s of model_index.json that read them so;
+    `refused` those of the same family that do not, with what to do instead."""
 
     name: str
     pipelines: tuple[str, ...]
     parts: tuple[TextPart, ...]
     max_sequence_length: int
+    refused: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True)
-class TextSource:
-    """The encoders of one folder. `num_bytes` of weights per encoder; `fingerprint` changes when a file is replaced."""
+class TextPlace:
+    """Where encoders are: a diffusers folder, or single files of a family with the folder of ComfyUI's tokenizers.
 
-    folder: str
-    family: TextFamily
-    num_bytes: Mapping[str, int] = field(hash=False)
-    fingerprint: str
-
-    @property
-    def total_bytes(self) -> int:
-        """Bytes of all encoders' weights."""
-        return sum(self.num_bytes.values())
-
-    def check_length(self, max_sequence_length: int) -> None:
-        """Refuses a length that the family cannot serve."""
-        most = self.family.max_sequence_length
-        if not 1 <= max_sequence_length <= most:
-            raise UserError(
-                f"max_sequence_length is {max_sequence_length}; {self.family.name} takes 1 to {most}. "
-                f"{min(max(max_sequence_length, 1), most)} is the nearest."
-            )
-
-
-def read_text_source(folder: Path, families: tuple[TextFamily, ...]) -> TextSource:
-    """The text encoders of a diffusers pipeline folder, checked as far as json files and headers allow.
-
-    Raises `UserError` for a folder of another family, without encoders or tokenizers, or with weights that are pickled,
-    quantised or damaged.
+    Plain data that a request can carry; `files` in any order.
     """
-    index = _read_index(folder)
-    family = _find_family(folder, index, families)
-    for part in family.parts:
-        check_class(folder, index, part.encoder, part.encoder_classes)
-        check_class(folder, index, part.tokenizer, part.tokenizer_classes)
-    checkpoints = {part.encoder: _read_part(folder, part) for part in family.parts}
-    return TextSource(
-        folder=str(folder),
-        family=family,
-        num_bytes={name: checkpoint.num_bytes for name, checkpoint in checkpoints.items()},
-        fingerprint="|".join(
-            [
-                *(checkpoint.fingerprint for checkpoint in checkpoints.values()),
-                *(fingerprint(sorted((folder / part.tokenizer).iterdir())) for part in family.parts),
-            ]
-        ),
-    )
 
-
-def _read_index(folder: Path) -> dict[str, Any]:
-    if not (folder / "model_index.json").is_file():
-        raise UserError(
-            f"{folder.name!r} has no model_index.json, so no text encoders can be found in it. Expected a whole "
-            "diffusers model folder: model_index.json, text_encoder/, tokenizer/ ..."
-        )
-    return read_json(folder / "model_index.json")
-
-
-def _find_family(folder: Path, index: Mapping[str, Any], families: tuple[TextFamily, ...]) -> TextFamily:
-    name = index.get("_class_name")
-    for family in families:
-        if name in family.pipelines:
-            return family
-    known = ", ".join(f"{family.name} ({family.pipelines[0]})" for family in families)
-    raise UserError(f"{folder.name!r} is a {name}, whose prompts cannot be encoded here. Supported: {known}.")
-
-
-def _read_part(folder: Path, part: TextPart) -> Checkpoint:
-    """Checks the files of one encoder and its tokenizer."""
-    for name in (part.encoder, part.tokenizer):
-        if not (folder / name).is_dir():
-            raise UserError(
-                f"{folder.name!r} has no {name} folder, which its model_index.json names. Was the download complete? "
-                "To use encoders from other files, take ComfyUI's own CLIP loaders."
-            )
-    if not any((folder / part.tokenizer / name).is_file() for name in _TOKENIZER_FILES):
-        raise UserError(
-            f"{folder.name}/{part.tokenizer} holds no tokenizer; expected one of {', '.join(_TOKENIZER_FILES)}."
-        )
-    checkpoint = read_checkpoint(folder, part.encoder)
-    check_loadable(checkpoint)
-    if not any((checkpoint.folder / name).is_file() for name in WEIGHTS):
-        raise UserError(
-            f"{folder.name}/{part.encoder} holds {checkpoint.files[0].name}; expected {' or '.join(WEIGHTS)}. "
-            "Rename the file, or download the folder without a variant."
-        )
-    return checkpoint
-
-
-_TOKENIZER_FILES = ("tokenizer.json", "vocab.json", "spiece.model")
-
-
-def check_class(folder: Path, index: Mapping[str, Any], component: str, known: tuple[str, ...]) -> str:
-    """The class that model_index.json names for `component`; `UserError` when there is none or it is not in `known`."""
-    entry = index.get(component)
-    name = entry[1] if isinstance(entry, list) and len(entry) == 2 else None
-    if name not in known:
-        raise UserError(
-            f"{folder.name}/model_index.json names {name!r} for {component}; expected {' or '.join(known)}."
-            + ("" if name else " A folder that was saved without text encoders cannot encode prompts.")
-        )
-    return str(name)
+    folder: str = ""
+    files: tuple[str, ...] = ()
+    family: str = ""
+    tokenizers: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)
 class LoadText(Request):
-    """Loads a folder's text encoders under `key`, placed over the group's devices; nothing when they are there already.
+    """Loads text encoders under `key`; nothing when they are there already. Answers with `device_bytes`.
 
-    `max_memory`: bytes per device name, "cpu" (host memory) and "disk". Answers with `device_bytes`.
+    `folder`, `files`, `family` and `tokenizers` are the fields of a `TextPlace`. On a placement group the encoders are
+    placed over the devices, at most `max_memory` bytes per device name, "cpu" (host memory) and "disk"; on a mesh group
+    `placement` is "tensor".
     """
 
     operation: ClassVar[str] = "load_text"
     key: str
-    folder: str
     placement: str
+    folder: str = ""
+    files: list[str] = field(default_factory=list)
+    family: str = ""
+    tokenizers: str = ""
     max_memory: dict[str, int] = field(default_factory=dict)
+
+    @property
+    def place(self) -> TextPlace:
+        """Where the encoders are."""
+        return TextPlace(folder=self.folder, files=tuple(self.files), family=self.family, tokenizers=self.tokenizers)
 
 
 @dataclass(frozen=True, kw_only=True)
 class EncodeText(Request):
-    """Encodes each of `prompts` by itself. Answers with tensors "INDEX.KEY" (the family's conditioning keys),
-    `placement` (text), `load_seconds`, `seconds`, and `cut`: [prompt, label, tokens, tokens read] for each encoder
-    that did not read all of a prompt."""
+    """Encodes each of `prompts` by itself. Answers with `placement` (text), `load_seconds`, `seconds`; the first rank
+    also with tensors "INDEX.KEY" (the family's conditioning keys) and `cut`: [prompt, label, tokens, tokens read] for
+    each encoder that did not read all of a prompt."""
 
     operation: ClassVar[str] = "encode_text"
     key: str

@@ -26,6 +26,9 @@ VIDEO_CLASSES = ("AutoencoderKLWan", "AutoencoderKLQwenImage")
 CLASSES = IMAGE_CLASSES + VIDEO_CLASSES
 """What the ranks can run."""
 
+_TEMPORAL = 4
+"""Frames per latent frame: the code of these VAEs has the number built in, in diffusers and in ComfyUI."""
+
 DTYPES = ("default", "bfloat16", "float16", "float32")
 """Choices of the loader node. "default": as the file has it, except where its config forbids half precision."""
 
@@ -111,7 +114,7 @@ def read_vae(path: Path, dtype: str = "default") -> VaeSpec:
         latent_channels=latent_channels,
         image_channels=image_channels,
         scale=scale,
-        temporal=int(checkpoint.config.get("scale_factor_temporal", 4)) if is_video else 0,
+        temporal=_TEMPORAL if is_video else 0,
         num_bytes=checkpoint.num_elements * (4 if chosen == "float32" else 2),
         fingerprint=checkpoint.fingerprint,
     )
@@ -126,9 +129,20 @@ def _image_sizes(checkpoint: Checkpoint) -> tuple[int, int, int]:
 
 
 def _video_sizes(checkpoint: Checkpoint) -> tuple[int, int, int]:
-    config = checkpoint.config
+    config, name = checkpoint.config, checkpoint.folder.name
     patch = int(config.get("patch_size") or 1)
-    return int(config.get("z_dim", 16)), int(config.get("out_channels", 3)) // patch**2, 8 * patch
+    channels = int(config.get("in_channels", config.get("input_channels", 3))) // patch**2
+    if channels != 3:
+        raise UserError(
+            f"{name!r} has {channels} channels per pixel; only VAEs with 3 (red, green, blue) run here. Use ComfyUI's "
+            "own Load VAE."
+        )
+    halvings = config.get("temperal_downsample", [False, True, True])
+    if len(halvings) != 3 or sum(map(bool, halvings)) != 2:
+        raise UserError(
+            f"{name!r} has temperal_downsample {halvings}; only VAEs with 4 frames and 8 pixels per cell run."
+        )
+    return int(config.get("z_dim", 16)), channels, 8 * patch
 
 
 def _default_dtype(checkpoint: Checkpoint) -> str:

@@ -1,8 +1,8 @@
-"""Writes tiny text encoders and tokenizers of a FLUX folder (CLIP and T5, diffusers layout), for tests.
+"""Writes tiny text encoders and tokenizers in diffusers' layout, for tests: FLUX (CLIP and T5), Qwen-Image, Wan.
 
 Owns: what `text_encoder`, `text_encoder_2`, `tokenizer` and `tokenizer_2` look like on disk, with seeded random
 weights and character-level vocabularies built in code. Needs transformers, so it runs in the ranks' interpreter.
-Does not know: ComfyUI, ranks, the transformer's side of the folder (that is `tiny_flux`).
+Does not know: ComfyUI, ranks, the transformer's side of the folder (that is `tiny_flux` and its like).
 """
 
 from __future__ import annotations
@@ -12,7 +12,20 @@ import string
 from pathlib import Path
 
 import torch
-from transformers import CLIPTextConfig, CLIPTextModel, CLIPTokenizer, PreTrainedModel, T5Config, T5EncoderModel
+from tokenizers import pre_tokenizers
+from transformers import (
+    CLIPTextConfig,
+    CLIPTextModel,
+    CLIPTokenizer,
+    PreTrainedModel,
+    Qwen2_5_VLConfig,
+    Qwen2_5_VLForConditionalGeneration,
+    Qwen2Tokenizer,
+    T5Config,
+    T5EncoderModel,
+    UMT5Config,
+    UMT5EncoderModel,
+)
 from transformers import T5Tokenizer as T5TokenizerFast
 
 CHARACTERS = string.ascii_lowercase + string.digits + string.punctuation
@@ -37,6 +50,20 @@ TINY_T5 = {
     "use_cache": False,
 }
 
+TINY_UMT5 = {**TINY_T5, "num_layers": 4}
+
+# joint_attention_dim 32 is what tiny_qwen.TINY reads.
+TINY_QWEN = {
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "rope_theta": 1e6,
+    "rope_scaling": {"type": "mrope", "mrope_section": [1, 1, 2]},
+}
+TINY_EYES = {"depth": 1, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2}
+
 
 def clip_tokenizer() -> CLIPTokenizer:
     """Byte-level characters, each also with the end-of-word suffix, and CLIP's two special tokens."""
@@ -50,6 +77,15 @@ def t5_tokenizer() -> T5TokenizerFast:
     pieces = [("<pad>", 0.0), ("</s>", 0.0), ("<unk>", 0.0), ("\u2581", -2.0)]
     pieces += [(character, -3.0) for character in CHARACTERS]
     return T5TokenizerFast(vocab=pieces, extra_ids=0, model_max_length=512)
+
+
+def qwen_tokenizer() -> Qwen2Tokenizer:
+    """Byte-level characters and Qwen's special tokens."""
+    pieces = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocab = {piece: index for index, piece in enumerate(pieces)}
+    tokenizer = Qwen2Tokenizer(vocab=vocab, merges=[])
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<|im_start|>", "<|im_end|>"]})
+    return tokenizer
 
 
 def _randomise(model: PreTrainedModel, seed: int) -> PreTrainedModel:
@@ -106,5 +142,42 @@ def write_text(
         "tokenizer": ["transformers", "CLIPTokenizer"],
         "tokenizer_2": ["transformers", "T5TokenizerFast"],
     }
+    path.write_text(json.dumps(index, indent=2))
+    return folder
+
+
+def build_umt5(*, seed: int = 3, **config: object) -> UMT5EncoderModel:
+    """A seeded random UMT5 encoder; `config` overrides fields of TINY_UMT5."""
+    fields = {**TINY_UMT5, "vocab_size": len(t5_tokenizer()), **config}
+    return _randomise(UMT5EncoderModel(UMT5Config(**fields)), seed)
+
+
+def build_qwen(*, seed: int = 4, **config: object) -> Qwen2_5_VLForConditionalGeneration:
+    """A seeded random Qwen2.5-VL, eyes included; `config` overrides fields of TINY_QWEN."""
+    text = {**TINY_QWEN, "vocab_size": len(qwen_tokenizer()), "tie_word_embeddings": False, **config}
+    eyes = {**TINY_EYES, "out_hidden_size": text["hidden_size"]}
+    return _randomise(Qwen2_5_VLForConditionalGeneration(Qwen2_5_VLConfig(text_config=text, vision_config=eyes)), seed)
+
+
+def write_wan_text(folder: Path, *, dtype: torch.dtype = torch.float32, **umt5: object) -> Path:
+    """Writes UMT5 and its tokenizer into a Wan folder; `umt5` overrides fields of the config."""
+    build_umt5(**umt5).to(dtype).save_pretrained(folder / "text_encoder")
+    t5_tokenizer().save_pretrained(folder / "tokenizer")
+    return _name_in_index(folder, "WanPipeline", "UMT5EncoderModel", "T5TokenizerFast")
+
+
+def write_qwen_text(
+    folder: Path, *, dtype: torch.dtype = torch.float32, pipeline: str = "QwenImagePipeline", **qwen: object
+) -> Path:
+    """Writes Qwen2.5-VL and its tokenizer into a Qwen-Image folder; `qwen` overrides fields of the text config."""
+    build_qwen(**qwen).to(dtype).save_pretrained(folder / "text_encoder")
+    qwen_tokenizer().save_pretrained(folder / "tokenizer")
+    return _name_in_index(folder, pipeline, "Qwen2_5_VLForConditionalGeneration", "Qwen2Tokenizer")
+
+
+def _name_in_index(folder: Path, pipeline: str, encoder: str, tokenizer: str) -> Path:
+    path = folder / "model_index.json"
+    index = json.loads(path.read_text()) if path.exists() else {"_class_name": pipeline}
+    index |= {"text_encoder": ["transformers", encoder], "tokenizer": ["transformers", tokenizer]}
     path.write_text(json.dumps(index, indent=2))
     return folder

@@ -186,11 +186,11 @@ class Engine:
         try:
             replies = self.request_group(group, request, deadline=self.deadlines.load, label=f"loading {spec.label}")
         except RankError:
-            if group.alive:  # some ranks may hold it, others not: none shall
-                self.request_group(group, Release(key=spec.key))
-                group.loaded.discard(spec.key)
-                self.ledger.drop(spec.group, spec.key)
+            self.discard(group, spec)
             raise
+        finally:
+            for key in (spec.key, source):  # a model loses its patches when it is read, or another is made of it
+                group.patched.pop(key, None)
         by_device: dict[str, int] = {}
         for reply in replies:
             for device, size in reply.data["device_bytes"].items():
@@ -200,6 +200,13 @@ class Engine:
         if source:
             self._release_if_orphan(spec.group, source)
         logger.info("loaded %s: %s", spec.label, ", ".join(f"{d} {s / 1e6:.0f} MB" for d, s in by_device.items()))
+
+    def discard(self, group: Group, spec: ModelSpec) -> None:
+        """After an error some ranks may hold the model in one state, others in another: none shall."""
+        if group.alive:
+            self.request_group(group, Release(key=spec.key))
+            group.loaded.discard(spec.key)
+            self.ledger.drop(spec.group, spec.key)
 
     def _make_room(self, group: Group, needed: Mapping[str, int], keep: Sequence[Holding]) -> None:
         """Asks the host program, then parks our own models, least recently used first. CPU ranks share one memory."""

@@ -7,6 +7,7 @@ Declarations only, importable on both sides. Knows no process, no weight, no nod
 from __future__ import annotations
 
 from ..text_spec import TextFamily, TextPart
+from .text_plans import CLIP_PLAN, T5_PLAN
 
 FLUX_TEXT = TextFamily(
     name="flux",
@@ -30,7 +31,11 @@ FLUX_TEXT = TextFamily(
             key="pooled_output",
             length="tokenizer",
             # transformers 4 wrote CLIP's text model one level deeper than transformers 5 has it.
-            prefixes=("text_model.",),
+            renames=(("text_model.", ""),),
+            unused=("*.position_ids", "text_projection.weight", "logit_scale"),
+            divided=("num_attention_heads", "intermediate_size"),
+            tp_plan=CLIP_PLAN,
+            small=True,
         ),
         TextPart(
             label="T5",
@@ -41,6 +46,8 @@ FLUX_TEXT = TextFamily(
             output="last_hidden_state",
             key="cross_attn",
             length="request",
+            divided=("num_heads", "d_ff"),
+            tp_plan=T5_PLAN,
         ),
     ),
     max_sequence_length=512,

@@ -27,6 +27,7 @@ class MeshCache:
         self._device_type = device_type
         self._meshes: dict[tuple[int, ...], DeviceMesh] = {}  # least recently used first
         self._sharing: dict[tuple[int, int], DeviceMesh] = {}
+        self._everyone: DeviceMesh | None = None
 
     def get(self, shape: tuple[int, int, int, int]) -> DeviceMesh:
         """The mesh of a plan's `shape`, whose product is the number of ranks. A collective when it is new."""
@@ -50,6 +51,12 @@ class MeshCache:
                 self._device_type, (replicas, shards, tensor), mesh_dim_names=names
             )
         return self._sharing[shards, tensor]["shard"]
+
+    def everyone(self) -> DeviceMesh:
+        """The 1-D mesh of all ranks. It has no process group of its own but the world's, so it is never taken down."""
+        if self._everyone is None:
+            self._everyone = init_device_mesh(self._device_type, (dist.get_world_size(),), mesh_dim_names=("tensor",))
+        return self._everyone
 
     def close(self) -> None:
         """Takes every mesh down."""

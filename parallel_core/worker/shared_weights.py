@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import cast
 
+import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, OffloadPolicy, fully_shard
@@ -57,3 +58,11 @@ def let_go(model: nn.Module) -> None:
 def own_part(tensor: Tensor) -> Tensor:
     """What this rank holds of a parameter."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def move_own_part(tensor: DTensor, device: torch.device) -> None:
+    """Moves what this rank holds of a sliced parameter; on another device than its mesh's it cannot compute.
+
+    By DTensor's own field: its public ways make a new parameter, and put that on the mesh's device at once.
+    """
+    tensor._local_tensor = tensor._local_tensor.to(device)

@@ -12,9 +12,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from .shared_weights import is_shared, own_part
+from .shared_weights import is_shared, move_own_part, own_part
 
 
 @dataclass
@@ -138,6 +139,9 @@ def _move(module: torch.nn.Module, device: torch.device, homes: Mapping[str, tor
     if is_shared(module):
         module.to(device)
         return
+    for parameter in module.parameters():
+        if isinstance(parameter, DTensor):
+            move_own_part(parameter, device)
     for name, tensor in _local_tensors(module):
         moved = tensor.data.to((homes or {}).get(name, device))
         if is_traceable_wrapper_subclass(tensor):

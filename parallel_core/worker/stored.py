@@ -5,6 +5,7 @@ Owns opening files and what is cut out of them: only that is read. Knows no fami
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -16,6 +17,7 @@ from safetensors import safe_open
 from torch import Tensor
 
 from ..checkpoint import Checkpoint, TensorInfo
+from ..errors import UserError
 from ..gguf_header import GGUF_BLOCKS, GgufHeader, parse_gguf
 from .packing import Packing
 
@@ -93,7 +95,8 @@ class StoredWeight:
         return list(self._info.shape)
 
     def __getitem__(self, index: Any) -> Tensor:
-        """`index`: a slice of rows, or a tuple of slices, without steps."""
+        """`index`: a slice of rows, a tuple of slices, without steps, or ... for all of it."""
+        index = slice(None) if index is ... else index
         if self._packing is None:
             return self.stored(index)
         columns = self._columns(index)
@@ -150,7 +153,15 @@ class StoredWeight:
 
 
 def _scale(file: File, info: TensorInfo) -> float | None:
-    return float(file.slice_of(info.scale)[...].item()) if info.scale else None
+    if not info.scale:
+        return None
+    scale = float(file.slice_of(info.scale)[...].item())
+    if not math.isfinite(scale) or scale == 0:
+        raise UserError(
+            f"The scale {info.scale!r} in {info.file.name!r} is {scale}, with which its weights mean nothing. Use "
+            "another copy of the file."
+        )
+    return scale
 
 
 def from_files(checkpoint: Checkpoint) -> Iterator[tuple[str, StoredWeight]]:

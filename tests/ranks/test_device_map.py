@@ -23,7 +23,7 @@ from parallel_core.families.text_registry import TEXT_FAMILIES
 from parallel_core.model_file import ModelSource
 from parallel_core.plan import ParallelPlan
 from parallel_core.storage import Storage
-from parallel_core.text_spec import read_text_source
+from parallel_core.text_source import read_text_source
 from parallel_core.worker.loading import load_transformer
 from parallel_core.worker.placed import bytes_by_device
 from parallel_core.worker.placed_transformer import place_transformer

@@ -17,10 +17,13 @@ from torch import Tensor
 from parallel_core.errors import UserError
 from parallel_core.families.flux_text import FLUX_TEXT
 from parallel_core.families.text_registry import TEXT_FAMILIES
-from parallel_core.text_spec import read_text_source
+from parallel_core.placement import PlacementPlan
+from parallel_core.text_source import read_text_source
 from parallel_core.worker import budgets
 from parallel_core.worker.budgets import free_budgets
-from parallel_core.worker.text import TextEncoders, encode_prompt, load_text_encoders
+from parallel_core.worker.prompts import EncodedPrompt
+from parallel_core.worker.prompts import encode_prompt as encode_with
+from parallel_core.worker.text_loading import TextEncoders, load_text_encoders
 from tests.tiny_text import build_t5, write_text
 
 RANKS = ("cpu:0", "cpu:1")
@@ -41,9 +44,17 @@ def offload(tmp_path: Path) -> Path:
 def load(
     folder: Path, offload: Path, placement: str = "balanced", limits: Mapping[str, int] | None = None
 ) -> TextEncoders:
-    return load_text_encoders(
-        folder, FLUX_TEXT, devices=RANKS, placement=placement, limits=limits or {}, offload=offload
-    )
+    source = read_text_source(folder, TEXT_FAMILIES)
+    return load_text_encoders(source, devices=RANKS, placement=placement, limits=limits or {}, offload=offload)
+
+
+def encode_prompt(loaded: TextEncoders, prompt: str, length: int) -> EncodedPrompt:
+    return encode_with(loaded.family, loaded.tokenizers, loaded.encoders, prompt, length)
+
+
+def plan_of(loaded: TextEncoders) -> PlacementPlan:
+    assert loaded.plan is not None
+    return loaded.plan
 
 
 def by_diffusers(folder: Path, prompt: str, length: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -84,7 +95,7 @@ def test_the_folders_dtype_is_kept(tmp_path: Path, offload: Path, dtype: torch.d
 def assert_plan_is_what_was_loaded(loaded: TextEncoders) -> None:
     """Planned and loaded bytes agree (for float16 too, where transformers keeps T5's `wo` in float32)."""
     tensors = [tensor for encoder in loaded.encoders.values() for tensor in [*encoder.parameters(), *encoder.buffers()]]
-    assert sum(loaded.plan.bytes_per_device.values()) == sum(tensor.nbytes for tensor in tensors)
+    assert sum(plan_of(loaded).bytes_per_device.values()) == sum(tensor.nbytes for tensor in tensors)
 
 
 def test_a_sharded_folder(tmp_path: Path, offload: Path, folder: Path) -> None:
@@ -118,15 +129,15 @@ def test_every_placement_gives_the_same_values(folder: Path, offload: Path, plac
     loaded = load(folder, offload, placement)
     expected = by_diffusers(folder, PROMPTS[0], 64, torch.float32)[0]
     assert torch.equal(encode_prompt(loaded, PROMPTS[0], 64).outputs["cross_attn"], expected)
-    used = set(loaded.plan.bytes_per_device)
+    used = set(plan_of(loaded).bytes_per_device)
     assert used == (set(RANKS) if placement == "balanced" else {"cpu:0"})
     assert_plan_is_what_was_loaded(loaded)
 
 
 def test_layers_are_split_over_devices_and_shown(folder: Path, offload: Path) -> None:
     loaded = load(folder, offload, "sequential", {"cpu:0": 160 * KB, "cpu:1": 200 * KB})
-    assert "text_encoder_2: blocks 0-" in loaded.plan.describe()
-    assert set(loaded.plan.device_map("text_encoder_2").values()) == set(RANKS)
+    assert "text_encoder_2: blocks 0-" in plan_of(loaded).describe()
+    assert set(plan_of(loaded).device_map("text_encoder_2").values()) == set(RANKS)
 
 
 @pytest.mark.parametrize("on_ranks", [40, 90, 150])
@@ -134,7 +145,7 @@ def test_host_and_disk_come_last_and_give_the_same_values(folder: Path, offload:
     """On CPU ranks the host is the same memory; what stays in the files is read from them while encoding."""
     limits = {"cpu:0": on_ranks * KB, "cpu:1": 20 * KB, "cpu": 60 * KB, "disk": 400 * KB}
     loaded = load(folder, offload, "balanced", limits)
-    assert loaded.plan.bytes_per_device["disk"] > 0
+    assert plan_of(loaded).bytes_per_device["disk"] > 0
     outside = [name for name, parameter in loaded.encoders["text_encoder_2"].named_parameters() if parameter.is_meta]
     assert outside
     for prompt in (*PROMPTS, PROMPTS[0]):  # again after another prompt: nothing of the first stays behind
@@ -180,10 +191,9 @@ def test_on_a_gpu_with_host_and_disk_behind_it(
     folder: Path, offload: Path, limits: dict[str, int], used: set[str]
 ) -> None:
     before = torch.cuda.memory_allocated()
-    loaded = load_text_encoders(
-        folder, FLUX_TEXT, devices=["cuda:0"], placement="balanced", limits=limits, offload=offload
-    )
-    assert set(loaded.plan.bytes_per_device) == used
+    source = read_text_source(folder, TEXT_FAMILIES)
+    loaded = load_text_encoders(source, devices=["cuda:0"], placement="balanced", limits=limits, offload=offload)
+    assert set(plan_of(loaded).bytes_per_device) == used
     ours = encode_prompt(loaded, PROMPTS[0], 64).outputs
     tokens, pooled = by_diffusers(folder, PROMPTS[0], 64, torch.float32)
     torch.testing.assert_close(ours["cross_attn"], tokens, rtol=1e-4, atol=1e-4)
@@ -240,8 +250,8 @@ def refusal(folder: Path) -> str:
 def test_the_source_knows_its_bytes(folder: Path) -> None:
     source = read_text_source(folder, TEXT_FAMILIES)
     assert source.family is FLUX_TEXT
-    assert set(source.num_bytes) == {"text_encoder", "text_encoder_2"}
-    assert source.total_bytes == sum(source.num_bytes.values()) > 0
+    assert set(source.encoders) == {"text_encoder", "text_encoder_2"}
+    assert source.total_bytes == sum(encoder.num_bytes for encoder in source.encoders.values()) > 0
 
 
 def test_a_bare_transformer_folder_has_no_encoders(tmp_path: Path) -> None:

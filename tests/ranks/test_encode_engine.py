@@ -16,7 +16,7 @@ from parallel_core.engine import Engine
 from parallel_core.engine.text import TextModel, encode
 from parallel_core.errors import RankUserError, UserError
 from parallel_core.families.text_registry import TEXT_FAMILIES
-from parallel_core.text_spec import read_text_source
+from parallel_core.text_source import read_text_source
 from tests.tiny_text import build_t5, write_text
 
 REPOSITORY = Path(__file__).resolve().parents[2]

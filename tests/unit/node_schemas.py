@@ -82,10 +82,10 @@ def _read_class(path: Path, name: str) -> Schema:
     call = next(node for node in ast.walk(found) if isinstance(node, ast.Call) and _last_name(node.func) == "Schema")
     fields = {keyword.arg: keyword.value for keyword in call.keywords}
     known = _names(tree)
-    inputs = [_input(entry, names) for entry, names in _entries(fields["inputs"], known)]
+    inputs = [_input(entry, names) for entry, names in _entries(fields["inputs"], known, tree)]
     outputs = [
         ast.literal_eval(keyword.value)
-        for entry in fields["outputs"].elts
+        for entry, _ in _entries(fields["outputs"], known, tree)
         for keyword in entry.keywords
         if keyword.arg == "display_name"
     ]
@@ -97,12 +97,32 @@ def _read_class(path: Path, name: str) -> Schema:
     )
 
 
-def _entries(inputs: Any, known: dict[str, Any]) -> list[tuple[Any, dict[str, Any]]]:
-    """The calls that make the inputs, with the names that hold there: of a list, or of `[call for name in NAMES]`."""
+def _entries(inputs: Any, known: dict[str, Any], tree: ast.Module) -> list[tuple[Any, dict[str, Any]]]:
+    """The calls that make the inputs, with the names that hold there: of a list, or of `[call for name in NAMES]`.
+
+    What a function of the module, or of one beside it, returns stands for its call.
+    """
+    if isinstance(inputs, ast.Call) and isinstance(inputs.func, ast.Name):
+        returned, others = _returned(inputs.func.id, tree)
+        return _entries(returned, _names(others), others)
+    if isinstance(inputs, ast.Call):
+        return [(inputs, known)]
     if isinstance(inputs, ast.List):
-        return [(entry, known) for entry in inputs.elts]
+        elements = [entry.value if isinstance(entry, ast.Starred) else entry for entry in inputs.elts]
+        return [found for entry in elements for found in _entries(entry, known, tree)]
     (loop,) = inputs.generators
     return [(inputs.elt, {**known, loop.target.id: value}) for value in _value(loop.iter, known)]
+
+
+def _returned(name: str, tree: ast.Module) -> tuple[ast.expr, ast.Module]:
+    """What the function of that name returns, and the module that it is in."""
+    for node in tree.body:
+        if isinstance(node, ast.ImportFrom) and node.level == 1 and name in [alias.name for alias in node.names]:
+            tree = ast.parse((NODES / f"{node.module}.py").read_text(encoding="utf-8"))
+    function = next(node for node in tree.body if isinstance(node, ast.FunctionDef) and node.name == name)
+    found = next(node.value for node in function.body if isinstance(node, ast.Return))
+    assert found is not None
+    return found, tree
 
 
 def _input(call: Any, known: dict[str, Any]) -> Input:
