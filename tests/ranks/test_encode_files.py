@@ -71,7 +71,9 @@ def rebuilt(kind: str, file: Path, dtype: torch.dtype) -> PreTrainedModel:
     with torch.no_grad():
         for name, tensor in by_name.items():
             tensor.copy_(whole[name].to(dtype))
-    return encoder.to(dtype)
+    for parameter in encoder.parameters():  # not .to(dtype), which takes rotary frequencies along
+        parameter.data = parameter.data.to(dtype)
+    return encoder
 
 
 def by_diffusers(family: str, files: dict[str, Path], dtype: torch.dtype, folder: Path) -> dict[str, Tensor]:
