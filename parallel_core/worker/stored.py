@@ -112,6 +112,8 @@ class StoredWeight:
         length = stored.shape[-1] // size * numbers
         wanted = range(length)[columns or slice(None)]
         result = torch.empty(*stored.shape[:-1], len(wanted), dtype=self.dtype)
+        if not result.numel():  # a rank's part of shared weights can be nothing
+            return result
         step = max(1, _CHUNK * stored.shape[0] * stored.shape[-1] // (stored.numel() * length))
         for rows, packed in zip(result.split(step), stored.split(step), strict=True):
             rows.copy_(packing.unpack(packed, torch.float32)[..., columns or slice(None)])
