@@ -76,7 +76,7 @@ def open_file(path: Path, stack: ExitStack) -> File:
     return _Gguf(path, stack) if path.suffix == ".gguf" else _Safetensors(path, stack)
 
 
-_CHUNK = 1 << 16
+_CHUNK = 1 << 15
 """Numbers that are unpacked at once: what that takes beside the result does not grow with the weight, and stays in the
 processor's cache."""
 
