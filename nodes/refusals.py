@@ -55,12 +55,7 @@ def _refuse_prompts(counts: Sequence[int], num_images: int, windows: Any) -> Non
 
 
 def _refuse_model_changes(patcher: Any) -> None:
-    if patcher.patches:
-        example = next(iter(patcher.patches))
-        raise UserError(
-            f"A LoRA (or another node that changes weights) is applied to the model: {len(patcher.patches)} weights, "
-            f"for example {example!r}. Changed weights do not reach the ranks yet. {_STOCK}"
-        )
+    patcher.weight_patches()  # refuses what the ranks cannot do
     if patcher.hook_patches or patcher.forced_hooks:
         raise UserError(f"Weight hooks are applied to the model; they do not reach the ranks. {_STOCK}")
     if patcher.injections:

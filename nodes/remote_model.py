@@ -20,22 +20,71 @@ from ..parallel_core.attention_backends import check_masks
 from ..parallel_core.engine.transformer import RemoteTransformer, RunStatistics
 from ..parallel_core.errors import UserError
 from ..parallel_core.families.base import ComfySide, SeamCall, refuse_unknown, resolve_class
+from ..parallel_core.weight_patches import PatchSet
 from .cond_batch import WRAPPER_KEY, make_wrapper
+from .lora_keys import MissingKeys, describe_missing, looks_like
 from .prompt_conds import prepare_apart
 from .prompt_rows import reassign
 from .refusals import refuse_block_code, refuse_sampling
-from .remote_patcher import RemotePatcher, bind
+from .remote_patcher import RemotePatcher, bind, remote_of
 from .rendezvous import submit
 from .runtime import as_comfy_interrupt, cancel_requested, say
+from .weight_patches import patch_set
 
 
 class RemoteModelPatcher(RemotePatcher):
-    """The MODEL: besides the weights on the ranks there are the sigmas here, which must be where sampling happens."""
+    """The MODEL: besides the weights on the ranks there are the sigmas here, which must be where sampling happens.
+
+    Patches (LoRAs) are this side's: what is on the weights is what the patcher that was loaded last has, as with
+    ComfyUI's own models, whose clones share their weights too.
+    """
+
+    _translated: tuple[Any, PatchSet] | None = None
+    """What `patches` were when they had this uuid."""
+
+    def add_patches(self, patches: Any, strength_patch: float = 1.0, strength_model: float = 1.0) -> list[Any]:
+        """As ComfyUI's; says which keys of a LoRA's file match nothing. `UserError` when none does."""
+        missing = self.model.missing_keys.take()
+        if not patches:
+            examples = f" Keys of the file: {', '.join(missing[:3])}." if missing else ""
+            raise UserError(
+                f"No key of the LoRA matches a weight of this {_remote(self).family.name} model, so it would have no "
+                f"effect.{looks_like(missing)}{examples} Choose a LoRA for this model."
+            )
+        matched = list(super().add_patches(patches, strength_patch, strength_model))
+        self.model.missing_keys.take()  # ComfyUI looks at the names here too
+        if not matched:  # LoraLoader's other half, the text encoder, has them all
+            say("None of the LoRA's keys is for the diffusion model, which stays as it is")
+        elif missing:
+            say(describe_missing(missing, len(matched)))
+        return matched
+
+    def get_key_patches(self, filter_prefix: str | None = None) -> Any:
+        """Refused: these are the weights, for nodes that merge them into other models."""
+        raise UserError("The model's weights live on the ranks and cannot be merged into another model from here.")
+
+    def weight_patches(self) -> PatchSet:
+        """What the patches on this MODEL mean for the ranks. `UserError` for what they cannot do."""
+        if self._translated is None or self._translated[0] != self.patches_uuid:
+            self._translated = (self.patches_uuid, patch_set(self.patches, _remote(self)))
+        return self._translated[1]
+
+    def partially_load(self, device_to: Any, extra_memory: float = 0, force_patch_weights: bool = False) -> Any:
+        """As ComfyUI's, but other patches are no reason to unload: the ranks change the weights that they hold."""
+        _remote(self).patches = self.weight_patches()
+        if self.model.current_weight_patches_uuid is not None:
+            self.model.current_weight_patches_uuid = self.patches_uuid
+        return super().partially_load(device_to, extra_memory)
 
     def load(self, device_to: Any = None, *args: Any, **kwargs: Any) -> None:
         """Makes the weights resident on the ranks."""
         super().load(device_to, *args, **kwargs)
         self.model.model_sampling.to(device_to)
+
+
+def _remote(patcher: RemoteModelPatcher) -> RemoteTransformer:
+    handle: RemoteTransformer = remote_of(patcher.model)
+    return handle
 
 
 def build_model(remote: RemoteTransformer) -> RemoteModelPatcher:
@@ -70,6 +119,8 @@ def _meta_model(remote: RemoteTransformer) -> Any:
     # ComfyUI splits batches by the memory it has here, where none is needed: what runs where must not depend on it.
     model.memory_required = _no_memory
     model.state_dict_for_saving = _refuse_saving
+    model.missing_keys = MissingKeys()
+    model.register_state_dict_pre_hook(_begin_matching)
     bind(model, remote)
     return model
 
@@ -94,6 +145,11 @@ def _refuse_local(module: torch.nn.Module, args: Any) -> None:
 
 def _refuse_saving(*args: Any, **kwargs: Any) -> None:
     raise UserError("The model's weights live on the ranks and cannot be saved from here; save the original model.")
+
+
+def _begin_matching(model: Any, *args: Any) -> None:
+    """ComfyUI asks for the names of the weights before it looks for them in a LoRA's file."""
+    model.missing_keys.start()
 
 
 def _no_memory(input_shape: Any, cond_shapes: Any = None) -> int:

@@ -137,7 +137,7 @@ class RemoteVAE(comfy.sd.VAE):
         if 0 in cropped.shape[1:3]:
             raise UserError(
                 f"The picture is {pixels.shape[2]} x {pixels.shape[1]} pixels; this VAE needs at least "
-                f"{self.downscale_ratio} x {self.downscale_ratio}."
+                f"{self.remote.spec.vae.scale} x {self.remote.spec.vae.scale}."
             )
         return cropped.movedim(-1, 1)
 

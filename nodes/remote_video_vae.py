@@ -2,7 +2,8 @@
 
 Owns what ComfyUI's nodes read of such a VAE, and how a tiled call becomes pieces: ComfyUI's own code cuts the tiles
 over time, height and width and blends them; it runs twice, first to learn which tiles there are, then with the finished
-ones. So a tiled video has the bits of ComfyUI's own way, on any number of ranks. Knows nothing of how ranks compute.
+ones. So a tiled video is the same on any number of ranks, and ComfyUI's (but that diffusers cuts each tile to the range
+of pixels before it is blended). Knows nothing of how ranks compute.
 """
 
 from __future__ import annotations
@@ -23,9 +24,9 @@ from .remote_patcher import local_device
 from .remote_vae import RemoteVAE, memory_estimate
 from .runtime import as_comfy_interrupt, cancel_requested, say
 
-# Bytes of working memory per pixel of a frame and byte of dtype, as ComfyUI estimates them for Wan's VAEs.
-_DECODE_BYTES = 8000
-_ENCODE_BYTES = 6000
+# Bytes of working memory per pixel of a frame and byte of dtype, to decode and to encode, as ComfyUI estimates them: by
+# pixels per latent cell, and whatever the number of frames, of which a few are computed at a time.
+_BYTES = {8: (7000, 6000), 16: (8000, 3300)}
 
 Pieces = Callable[..., list[Tensor]]
 """`RemoteVae.decode_pieces` or `.encode_pieces`."""
@@ -46,8 +47,9 @@ class RemoteVideoVAE(RemoteVAE):
             scale,
         )
         self.upscale_index_formula = self.downscale_index_formula = (temporal, scale, scale)
-        self.memory_used_decode = memory_estimate(_DECODE_BYTES * scale**2)
-        self.memory_used_encode = memory_estimate(_ENCODE_BYTES)
+        decode_bytes, encode_bytes = _BYTES[scale]
+        self.memory_used_decode = memory_estimate(decode_bytes * scale**2)
+        self.memory_used_encode = memory_estimate(encode_bytes)
 
     # -- whole videos ----------------------------------------------------------------------------------------------
 
@@ -62,10 +64,10 @@ class RemoteVideoVAE(RemoteVAE):
 
     def encode(self, pixel_samples: Tensor) -> Tensor:
         """Pixels [frames, H, W, 3] or [B, frames, H, W, 3] in 0..1, cropped to whole latent cells -> raw latents."""
-        pixels = self._cropped(pixel_samples)
-        if pixels.ndim < 5:
-            pixels = pixels.movedim(1, 0).unsqueeze(0)
-        videos = self.process_input(pixels).split(1)
+        rows = len(pixel_samples) if pixel_samples.ndim == 5 else 1
+        # one by one: ComfyUI's cropping would take the frames of a batch of videos for a side of the picture
+        frames = self._cropped(pixel_samples.reshape(-1, *pixel_samples.shape[-3:]))
+        videos = self.process_input(frames.unflatten(0, (rows, -1)).movedim(1, 2)).split(1)
         pieces = self._share(self.remote.encode_pieces, videos, self.memory_used_encode, "video")
         return self._as_output(torch.cat(pieces))
 
@@ -172,16 +174,22 @@ class RemoteVideoVAE(RemoteVAE):
         started = time.monotonic()
         with as_comfy_interrupt():
             done = compute(pieces, poll=cancel_requested, progress=bar.update_absolute)
-        say(account_pieces(len(pieces), what, devices, time.monotonic() - started))
+        seconds = time.monotonic() - started
+        left_out = 0
+        if what == "video" and compute == self.remote.encode_pieces:
+            left_out = pieces[0].shape[2] - self.upscale_ratio[0](done[0].shape[2])
+        say(account_pieces(len(pieces), what, devices, seconds, left_out))
         return done
 
 
-def account_pieces(count: int, what: str, devices: Sequence[str], seconds: float) -> str:
-    """What a finished call did, for the node."""
+def account_pieces(count: int, what: str, devices: Sequence[str], seconds: float, left_out: int = 0) -> str:
+    """What a finished call did, for the node. `left_out`: frames at the end of each video that were not encoded."""
     used = devices[:count]
     counted = f"1 {what}" if count == 1 else f"{count} {what}s"
     ranks = "1 rank" if len(used) == 1 else f"{len(used)} ranks"
     text = f"{counted} on {ranks} ({', '.join(used)}): {seconds:.1f} s"
     if len(used) < len(devices) and what == "video":
         text += f"\nA whole video keeps one rank busy; the tiled nodes share it out over all {len(devices)}."
+    if left_out:
+        text += f"\nThe last frames ({left_out}) do not fill a latent frame and were left out."
     return text

@@ -7,7 +7,6 @@ starts nothing, and knows neither families nor ranks.
 from __future__ import annotations
 
 import json
-import struct
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatch
@@ -16,27 +15,11 @@ from pathlib import Path
 from typing import Any
 
 from .errors import UserError
-
-DTYPES: dict[str, tuple[str, int]] = {
-    "F64": ("float64", 8),
-    "F32": ("float32", 4),
-    "F16": ("float16", 2),
-    "BF16": ("bfloat16", 2),
-    "F8_E4M3": ("float8_e4m3fn", 1),
-    "F8_E5M2": ("float8_e5m2", 1),
-    "I64": ("int64", 8),
-    "I32": ("int32", 4),
-    "I16": ("int16", 2),
-    "I8": ("int8", 1),
-    "U8": ("uint8", 1),
-    "BOOL": ("bool", 1),
-}
-"""safetensors dtype -> (torch's name, bytes per element)."""
+from .safetensors_header import parse_safetensors
 
 LOADABLE_DTYPES = ("float64", "float32", "float16", "bfloat16")
 """Plain floating-point weights. Other dtypes mean a quantised file, which would load wrong without its scales."""
 
-_MAX_HEADER_BYTES = 100_000_000  # the limit of the safetensors library itself
 _PICKLES = (".bin", ".ckpt", ".pt", ".pth", ".pkl")
 
 
@@ -150,7 +133,9 @@ def read_json(path: Path) -> dict[str, Any]:
         data = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise UserError(f"{path.parent.name}/{path.name} is missing.") from None
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+    except OSError as error:
+        raise UserError(f"{path.parent.name}/{path.name} cannot be read: {error.strerror}.") from None
+    except (ValueError, RecursionError) as error:
         raise UserError(f"{path.parent.name}/{path.name} is not valid json: {error}.") from None
     if not isinstance(data, dict):
         raise UserError(f"{path.parent.name}/{path.name} holds a {type(data).__name__}; expected a json object.")
@@ -166,7 +151,8 @@ def read_checkpoint(folder: Path, component: str) -> Checkpoint:
     if not (path / "config.json").is_file():
         raise UserError(f"{path.name}/config.json is missing in {folder.name!r}, so the model's sizes are unknown.")
     config = read_json(path / "config.json")
-    class_name = config.get("_class_name") or (config.get("architectures") or [None])[0]
+    architectures = config.get("architectures")
+    class_name = config.get("_class_name") or (architectures[0] if architectures and type(architectures) is list else 0)
     if not isinstance(class_name, str):
         raise UserError(f"{path.name}/config.json has no _class_name, so what kind of model it is cannot be told.")
     tensors: dict[str, TensorInfo] = {}
@@ -216,57 +202,11 @@ def _indexed_files(index: Path) -> Sequence[Path]:
 
 
 def read_header(file: Path) -> Sequence[TensorInfo]:
-    """The tensors that a safetensors file declares, after checking that the file really holds their bytes.
-
-    Format: https://github.com/huggingface/safetensors#format (8 bytes little-endian header length, json, data).
-    """
-    label = f"{file.parent.name}/{file.name}"
-    size = file.stat().st_size
-    with file.open("rb") as stream:
-        start = stream.read(8)
-        length = struct.unpack("<Q", start)[0] if len(start) == 8 else -1
-        if not 0 < length <= min(size - 8, _MAX_HEADER_BYTES):
-            raise UserError(
-                f"{label} is not a whole safetensors file: it has {size} bytes and its header claims {max(length, 0)}. "
-                "Was the download complete?"
-            )
-        try:
-            header = json.loads(stream.read(length))
-        except (json.JSONDecodeError, UnicodeDecodeError):
-            raise UserError(f"{label} has a damaged safetensors header (it is not json). Download it again.") from None
-    infos = [_tensor_info(file, label, name, entry) for name, entry in header.items() if name != "__metadata__"]
-    needed = 8 + length + max((end for _, end in infos), default=0)
-    if size < needed:
-        raise UserError(
-            f"{label} is cut off: its header describes {needed} bytes, the file has {size} "
-            f"({(needed - size) / 1e6:.1f} MB are missing). Download it again."
-        )
-    return [info for info, _ in infos]
-
-
-def read_metadata(file: Path) -> dict[str, str]:
-    """The free-form part of a safetensors header, of a file that `read_header` has accepted."""
-    with file.open("rb") as stream:
-        (length,) = struct.unpack("<Q", stream.read(8))
-        metadata = json.loads(stream.read(length)).get("__metadata__")
-    return metadata if isinstance(metadata, dict) else {}
-
-
-def _tensor_info(file: Path, label: str, name: str, entry: Any) -> tuple[TensorInfo, int]:
-    """The tensor and the offset of its last byte; refuses entries whose numbers do not agree."""
-    try:
-        dtype, shape, (begin, end) = entry["dtype"], tuple(int(n) for n in entry["shape"]), entry["data_offsets"]
-    except (TypeError, KeyError, ValueError):
-        raise UserError(f"{label} has a damaged header entry for {name!r}. Download it again.") from None
-    if dtype not in DTYPES:
-        raise UserError(f"{label}: tensor {name!r} has dtype {dtype}, which is not known. Known: {', '.join(DTYPES)}.")
-    torch_name, width = DTYPES[dtype]
-    if end - begin != _count(shape) * width:
-        raise UserError(
-            f"{label}: tensor {name!r} claims shape {list(shape)} of {dtype} but {end - begin} bytes; "
-            f"expected {_count(shape) * width}."
-        )
-    return TensorInfo(name=name, dtype=torch_name, shape=shape, num_bytes=end - begin, file=file), end
+    """The tensors that a safetensors file declares; refusals as in `parse_safetensors`."""
+    return [
+        TensorInfo(name=name, dtype=dtype, shape=shape, num_bytes=end - begin, file=file)
+        for name, (dtype, shape, begin, end) in parse_safetensors(file).tensors.items()
+    ]
 
 
 def check_shapes(checkpoint: Checkpoint, expected: Mapping[str, tuple[int, ...]]) -> None:

@@ -1,20 +1,17 @@
-"""What a model file that is not the wanted one looks like, from the names and shapes in its header: for messages only.
+"""What a file that is not the wanted one looks like, from its first bytes or the names in its header: for messages.
 
 Knows the marks of common kinds of files; reads nothing and decides nothing.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from fnmatch import fnmatchcase
-
-from .checkpoint import TensorInfo
 
 _KINDS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("a LoRA", ("*lora_A*", "*lora_B*", "*lora_down*", "*lora_up*", "*.hada_w1_a", "*.lokr_w1*", "*.diff_b")),
-    ("SVDQuant weights (Nunchaku)", ("*.smooth_factor*", "*.wscales")),
     ("an SD 1.x, SD 2.x or SDXL checkpoint (a U-Net)", ("*input_blocks.*", "down_blocks.*.resnets.*")),
-    ("Stable Diffusion 3", ("*joint_blocks.*",)),
+    ("Stable Diffusion 3", ("*joint_blocks.*", "pos_embed.pos_embed")),
     ("FLUX.2", ("*double_stream_modulation_img.*",)),
     ("Chroma", ("*distilled_guidance_layer.*",)),
     ("HunyuanVideo", ("*txt_in.individual_token_refiner.*",)),
@@ -34,17 +31,50 @@ _KINDS: tuple[tuple[str, tuple[str, ...]], ...] = (
 """What it is called, and globs of names of which one tells. The first kind that fits is named."""
 
 
-def describe_file(names: Mapping[str, TensorInfo]) -> str:
-    """One sentence about a file with these tensors."""
-    for kind, globs in _KINDS:
-        if _any_match(names, globs):
-            return f"It looks like {kind}."
+def known_kind(names: Iterable[str]) -> str:
+    """What a file with tensors of these names is called; "" where it is not known."""
+    names = tuple(names)
+    return next((kind for kind, globs in _KINDS if _any_match(names, globs)), "")
+
+
+def describe_file(names: Iterable[str]) -> str:
+    """One sentence about a file with tensors of these names."""
+    names = sorted(names)
+    kind = known_kind(names)
+    if kind:
+        return f"It looks like {kind}."
     if not names:
         return "It holds no tensors at all."
-    some = ", ".join(repr(name) for name in sorted(names)[:3])
-    return f"What it holds is not known: {len(names)} tensors such as {some}."
+    return f"What it holds is not known: {len(names)} tensors such as {', '.join(map(repr, names[:3]))}."
 
 
 def _any_match(names: Iterable[str], globs: Iterable[str]) -> bool:
     globs = tuple(globs)
     return any(fnmatchcase(name, glob) for name in names for glob in globs)
+
+
+_PICKLE = (
+    "a pickled PyTorch checkpoint, which can run code when it is opened and is not read. Use the model's .safetensors "
+    "file."
+)
+_STARTS: tuple[tuple[tuple[bytes, ...], str], ...] = (
+    ((b"GGUF",), "a GGUF file. Let its name end in .gguf."),
+    ((b"PK\x03\x04", b"\x80\x02", b"\x80\x03", b"\x80\x04", b"\x80\x05"), _PICKLE),
+    ((b"<!doc", b"<html", b"<?xml"), "a web page. The site has sent a page (log in?) in place of the model."),
+    ((b"version https://git-lfs",), "a Git LFS pointer: the model itself was not downloaded. Run `git lfs pull`."),
+    ((b"{", b"["), "json text. The site has sent a message in place of the model: look into the file."),
+)
+_ZEROS = "zeros: the download was begun and not finished. Download it again."
+
+
+def describe_start(begin: bytes) -> str:
+    """What a file that begins with these bytes and is not what its name says is, and what to do; "" if not known."""
+    if begin[4:8] == bytes(4):  # a length of less than 4 GB, as a safetensors file begins, however damaged
+        return _ZEROS if not any(begin) else ""
+    text = begin.lstrip().lower()
+    return next((kind for starts, kind in _STARTS if begin.startswith(starts) or text.startswith(starts)), "")
+
+
+def is_safetensors(begin: bytes) -> bool:
+    """Whether a file that begins with these bytes looks like safetensors."""
+    return begin[4:9] == bytes(4) + b"{"

@@ -14,6 +14,7 @@ from typing import Any, BinaryIO
 
 from .checkpoint import TensorInfo
 from .errors import UserError
+from .file_kinds import describe_start, is_safetensors
 
 GGUF_BLOCKS: dict[str, tuple[int, int]] = {
     "Q4_0": (32, 18),
@@ -41,10 +42,15 @@ _PLAIN = {"float32": (1, 4), "float16": (1, 2), "bfloat16": (1, 2)}
 
 _SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 _STRING, _ARRAY = 8, 9
-_MOST = 1_000_000  # tensors, entries, elements of an array in a header
+_MOST_TENSORS, _MOST_ELEMENTS, _MOST_BYTES = 100_000, 1_000_000, 64_000_000
+"""Tensors or entries, elements of an array, bytes of a whole header: far more than any model has."""
 
+_ARCHITECTURE = "general.architecture"
 _ORIGINAL_SHAPE = "comfy.gguf.orig_shape."
-"""Entries that say what was flattened, since GGUF has four dimensions at most."""
+"""Entries (and the tensor's name) that say what was flattened, since GGUF has four dimensions at most."""
+
+
+_KEPT = ("general.", _ORIGINAL_SHAPE)
 
 
 @dataclass(frozen=True)
@@ -67,11 +73,15 @@ def parse_gguf(file: Path) -> GgufHeader:
     Raises `UserError` for another or a newer format, damage, a cut-off file and packed types that cannot be read.
     """
     label = f"{file.parent.name}/{file.name}"
-    with file.open("rb") as stream:
-        try:
+    if not file.is_file():
+        raise UserError(f"{label} is not there, or no file. Is it a link to something that was moved?")
+    try:
+        with file.open("rb") as stream:
             header = _Parser(stream, file, label).parse()
-        except (struct.error, UnicodeDecodeError, OverflowError, MemoryError):
-            raise UserError(f"{label} has a damaged GGUF header. Was the download complete?") from None
+    except OSError as error:
+        raise UserError(f"{label} cannot be read: {error.strerror}.") from None
+    except (EOFError, UnicodeDecodeError, RecursionError):
+        raise UserError(f"{label} has a damaged GGUF header. Was the download complete?") from None
     size = file.stat().st_size
     ends = [header.offsets[name] + info.num_bytes for name, info in header.tensors.items()]
     needed = max(ends, default=0)
@@ -88,38 +98,76 @@ class _Parser:
         self._stream = stream
         self._file = file
         self._label = label
+        self._left = _MOST_BYTES
 
     def parse(self) -> GgufHeader:
-        magic = self._stream.read(4)
-        version = self._number("I")
+        begin = self._stream.read(64)
+        self._stream.seek(0)
+        magic, version = self._read(4), self._number("I")
         if magic != b"GGUF" or version not in (2, 3):
+            kind = "a safetensors file. Let its name end in .safetensors." if is_safetensors(begin) else ""
+            kind = kind or ("" if magic == b"GGUF" else describe_start(begin))
+            if kind:
+                raise UserError(f"{self._label} is not a GGUF file but {kind}")
             raise UserError(f"{self._label} is no GGUF file of version 2 or 3: it begins with {magic!r}, {version}.")
         num_tensors, num_entries = self._number("Q"), self._number("Q")
-        if max(num_tensors, num_entries) > _MOST:
-            raise UserError(f"{self._label} has a damaged GGUF header: it claims {num_tensors} tensors.")
-        entries = {self._string(): self._value(self._number("I")) for _ in range(num_entries)}
+        if max(num_tensors, num_entries) > _MOST_TENSORS:
+            raise self._damaged(f"it claims {num_tensors} tensors and {num_entries} entries")
+        entries = self._entries(num_entries)
         raw = [self._tensor() for _ in range(num_tensors)]
-        alignment = int(entries.get("general.alignment", 32)) or 32
+        if len({name for name, *_ in raw}) < len(raw):
+            raise self._damaged("two tensors have the same name")
+        alignment = entries.get("general.alignment", 32)
+        if type(alignment) is not int or not 0 < alignment <= 1 << 16:
+            raise self._damaged(f"general.alignment is {alignment!r}")
         start = -(-self._stream.tell() // alignment) * alignment
         tensors = {name: self._info(name, kind, shape, entries) for name, kind, shape, _ in raw}
         offsets = {name: start + offset for name, _, _, offset in raw}
-        return GgufHeader(tensors, offsets, str(entries.get("general.architecture", "")))
+        self._refuse_overlap(tensors, offsets)
+        return GgufHeader(tensors, offsets, str(entries.get(_ARCHITECTURE, "")))
+
+    def _entries(self, number: int) -> dict[str, Any]:
+        """Those that are looked at; a language model's word list, say, is let go at once."""
+        found: dict[str, Any] = {}
+        for _ in range(number):
+            key = self._string()
+            value = self._value(self._number("I"))
+            if key.startswith(_KEPT):
+                found[key] = value
+        return found
+
+    def _refuse_overlap(self, tensors: dict[str, TensorInfo], offsets: dict[str, int]) -> None:
+        position = 0
+        for name in sorted(tensors, key=lambda name: (offsets[name], tensors[name].num_bytes)):
+            if offsets[name] < position:
+                raise self._damaged(f"{name!r} and the tensor before it overlap")
+            position = offsets[name] + tensors[name].num_bytes
+
+    def _damaged(self, what: str) -> UserError:
+        return UserError(f"{self._label} has a damaged GGUF header: {what}. Was the download complete?")
 
     def _info(self, name: str, kind: int, stored: tuple[int, ...], entries: dict[str, Any]) -> TensorInfo:
         dtype = _TYPES.get(kind, f"GGUF type {kind}")
         block, size = GGUF_BLOCKS.get(dtype) or _PLAIN.get(dtype) or (0, 0)
         if not block:
             raise UserError(
-                f"{self._label}: {name!r} is packed as {dtype}, which cannot be read. Known: {', '.join(GGUF_BLOCKS)}."
+                f"{self._label}: {name!r} is packed as {dtype}, which cannot be read. Known: {', '.join(GGUF_BLOCKS)}. "
+                f"(The file calls its model {entries.get(_ARCHITECTURE)!r}.)"
             )
-        shape = tuple(entries.get(_ORIGINAL_SHAPE + name, stored))
+        original = entries.get(_ORIGINAL_SHAPE + name, list(stored))
+        if not isinstance(original, list) or not all(type(size) is int and size >= 0 for size in original):
+            raise self._damaged(f"the shape of {name!r} is {original!r}")
+        shape = tuple(original)
         if prod(shape) != prod(stored) or (stored and stored[-1] % block):
             raise UserError(f"{self._label}: the shape {list(shape)} of {name!r} does not fit its blocks of {block}.")
         return TensorInfo(name=name, dtype=dtype, shape=shape, num_bytes=prod(stored) // block * size, file=self._file)
 
     def _tensor(self) -> tuple[str, int, tuple[int, ...], int]:
         name = self._string()
-        dims = [self._number("Q") for _ in range(min(self._number("I"), 8))]
+        num_dims = self._number("I")
+        if num_dims > 4:
+            raise self._damaged(f"{name!r} has {num_dims} dimensions")
+        dims = [self._number("Q") for _ in range(num_dims)]
         return name, self._number("I"), tuple(reversed(dims)), self._number("Q")
 
     def _value(self, kind: int) -> Any:
@@ -127,19 +175,30 @@ class _Parser:
             return self._string()
         if kind == _ARRAY:
             of, length = self._number("I"), self._number("Q")
-            if length > _MOST:
-                raise UserError(f"{self._label} has a damaged GGUF header: an array of {length} entries.")
+            if length > _MOST_ELEMENTS:
+                raise self._damaged(f"an array of {length} entries")
+            if of in _SCALARS:
+                code = f"<{length}{_SCALARS[of]}"
+                return list(struct.unpack(code, self._read(struct.calcsize(code))))
             return [self._value(of) for _ in range(length)]
         if kind not in _SCALARS:
-            raise UserError(f"{self._label} has a damaged GGUF header: an entry of type {kind}.")
+            raise self._damaged(f"an entry of type {kind}")
         return self._number(_SCALARS[kind])
 
     def _number(self, code: str) -> Any:
-        size = struct.calcsize(f"<{code}")
-        return struct.unpack(f"<{code}", self._stream.read(size))[0]
+        return struct.unpack(f"<{code}", self._read(struct.calcsize(f"<{code}")))[0]
 
     def _string(self) -> str:
         length = self._number("Q")
         if length > 1 << 20:
-            raise UserError(f"{self._label} has a damaged GGUF header: a text of {length} bytes.")
-        return self._stream.read(length).decode("utf-8")
+            raise self._damaged(f"a text of {length} bytes")
+        return self._read(length).decode("utf-8")
+
+    def _read(self, size: int) -> bytes:
+        self._left -= size
+        if self._left < 0:
+            raise self._damaged(f"it is longer than {_MOST_BYTES} bytes")
+        data = self._stream.read(size)
+        if len(data) < size:
+            raise EOFError
+        return data

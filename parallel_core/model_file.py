@@ -26,9 +26,9 @@ from .errors import UserError
 from .families.base import Family
 from .families.layout import MissingWeightError, Original, Shapes
 from .families.registry import FAMILIES, find_family
-from .file_kinds import describe_file
+from .file_kinds import describe_file, known_kind
 from .gguf_header import read_gguf_header
-from .quantised import resolve_quantisation
+from .quantised import refuse_foreign, resolve_quantisation
 
 _PREFIXES = ("model.diffusion_model.", "diffusion_model.", "transformer.", "model.", "net.", "")
 """Where a transformer's names start in single files: ComfyUI's own and those that it takes too."""
@@ -59,15 +59,32 @@ def read_transformer(source: ModelSource) -> tuple[Checkpoint, Family]:
     family = find_family(checkpoint)
     tensors = resolve_quantisation(checkpoint.tensors, repr(checkpoint.folder.name))
     checkpoint = replace(checkpoint, tensors=tensors).without(family.unused_weights)
-    return _checked(checkpoint, family), family
+    check_shapes(checkpoint, _expected_shapes(checkpoint, family))
+    return checkpoint, family
 
 
-def _checked(checkpoint: Checkpoint, family: Family) -> Checkpoint:
+def _expected_shapes(checkpoint: Checkpoint, family: Family) -> dict[str, tuple[int, ...]]:
+    """What the config implies, by diffusers names; `UserError` for a config that the family does not run."""
+    label = repr(checkpoint.folder.name)
     config = family.full_config(checkpoint.config)
-    if family.check_config is not None:
-        family.check_config(config)
-    check_shapes(checkpoint, family.expected_shapes(config))
-    return checkpoint
+    try:
+        for name in ("num_layers", "num_single_layers"):
+            if int(config.get(name, 0)) > _MOST_LAYERS:
+                raise UserError(f"{name} is {config[name]}; no model has more than {_MOST_LAYERS}.")
+        if family.check_config is not None:
+            family.check_config(config)
+        return family.expected_shapes(config)
+    except UserError as error:
+        raise UserError(f"{label}: {error}") from None
+    except (TypeError, ValueError, KeyError, OverflowError) as error:
+        raise UserError(
+            f"{label}: the config of this {family.class_name} has a value of a wrong kind ({error}). Compare its "
+            "config.json with the original model's."
+        ) from None
+
+
+_MOST_LAYERS = 1000
+"""So that a damaged config does not have a list of billions of weights made."""
 
 
 # ----- single files -----
@@ -87,6 +104,16 @@ class _Match:
         return diffusers_name if self.is_diffusers else self.family.files.rename(diffusers_name)
 
     @property
+    def weights(self) -> dict[str, TensorInfo]:
+        """`tensors` without marks that are no weights and without weights that no model reads."""
+        unused = [self.name_of(glob) for glob in self.family.unused_weights]
+        return {
+            name: info
+            for name, info in self.tensors.items()
+            if name not in self.family.files.flags and not any(fnmatchcase(name, glob) for glob in unused)
+        }
+
+    @property
     def shapes(self) -> Shapes:
         """By diffusers names."""
         return Shapes({name: info.shape for name, info in self.tensors.items()}, self.name_of)
@@ -102,19 +129,22 @@ def _read_single_file(file: Path, config_from: Path | None) -> tuple[Checkpoint,
         variant = layout.variant(match.shapes)
         preset = {**layout.presets[variant], **_config_of(config_from, family)}
         structure = layout.structure(match.shapes, preset)
+        _check_structure(variant, preset, structure)
     except MissingWeightError as error:
         raise UserError(
             f"{label} looks like a {family.name} transformer, but {error.args[0]!r} is missing. Was it cut out of a "
             "larger file, or is it a part of several?"
         ) from None
-    except (ValueError, IndexError, ZeroDivisionError):
+    except UserError as error:
+        raise UserError(f"{label}: {error}") from None
+    except (TypeError, ValueError, IndexError, ZeroDivisionError):
+        settings = f" with the settings of config_from {config_from.name!r}" if config_from else ""
         raise UserError(
-            f"{label} has the names of a {family.name} transformer, but shapes that no such model has."
+            f"{label} has the names of a {family.name} transformer, but shapes that no such model has{settings}."
         ) from None
-    flags = [config for name, config in layout.flags.items() if name in match.tensors]
     config: dict[str, Any] = {**preset, **structure}
-    for fields in flags:
-        config.update(fields)
+    for name, fields in layout.flags.items():
+        config.update(fields if name in match.tensors else {})
     if config_from is not None:
         _refuse_contradiction(label, config_from, preset, structure)
     config["_class_name"] = family.class_name
@@ -122,16 +152,29 @@ def _read_single_file(file: Path, config_from: Path | None) -> tuple[Checkpoint,
         folder=file,
         class_name=family.class_name,
         config=config,
-        tensors=_in_diffusers_names(match, family.full_config(config)),
+        tensors=match.weights,
         config_file=config_from / "config.json" if config_from else None,
         variant=variant,
     )
-    return _checked(checkpoint, family), family
+    return replace(checkpoint, tensors=_in_diffusers_names(match, checkpoint)), family
+
+
+def _check_structure(variant: str, preset: Mapping[str, Any], structure: Mapping[str, Any]) -> None:
+    """`ValueError` for sizes that no model has, `UserError` for those that need another config than the preset."""
+    if any(type(size) is int and size == 0 for size in structure.values()):
+        raise ValueError("a size is zero")
+    head, axes = structure.get("attention_head_dim"), preset.get("axes_dims_rope")
+    if head and axes and sum(axes) != head:
+        raise UserError(
+            f"the weights have heads of {head} channels, but the settings for {variant} are for {sum(axes)} "
+            f"(axes_dims_rope {list(axes)}). Set config_from to the diffusers folder of the model that this was made "
+            "from."
+        )
 
 
 def _recognise(file: Path, names: Mapping[str, TensorInfo]) -> _Match:
     """The one transformer in the file; `UserError` that says what the file looks like where there is none."""
-    best: tuple[int, str] = (0, "")
+    partly: list[tuple[int, str]] = []
     for match in _candidates(names):
         layout = match.family.files
         wanted = [match.name_of(name) for name in layout.marks]
@@ -144,12 +187,17 @@ def _recognise(file: Path, names: Mapping[str, TensorInfo]) -> _Match:
                 )
         if len(there) == len(wanted):
             return match
-        missing = next(name for name in wanted if name not in match.tensors)
-        if len(there) > max(best[0], len(wanted) // 2):
-            best = (len(there), f"It looks like a {match.family.name} transformer, but {missing!r} is missing. ")
+        missing = [name for name in wanted if name not in match.tensors]
+        if len(there) > len(missing):
+            looks = f"It looks like a {match.family.name} transformer, but {missing[0]!r} is missing."
+            partly.append((len(missing), looks))
+    is_known = bool(known_kind(names))
+    nearly = next((looks for number, looks in partly if number == 1 or not is_known), "")
+    if nearly or not is_known:
+        refuse_foreign(names, repr(file.name))
     known = ", ".join(family.name for family in FAMILIES)
     raise UserError(
-        f"{file.name!r} holds no transformer that runs here. {best[1] or describe_file(names) + ' '}"
+        f"{file.name!r} holds no transformer that runs here. {nearly or describe_file(names)} "
         f"Expected a transformer of {known}, in the original, ComfyUI's or diffusers' layout."
     )
 
@@ -178,7 +226,7 @@ def _config_of(folder: Path | None, family: Family) -> dict[str, Any]:
         raise UserError(
             f"config_from {folder.name!r} holds a {config.get('_class_name')}, but the file is a {family.class_name}."
         )
-    return family.full_config({name: value for name, value in config.items() if name[0] != "_"})
+    return family.full_config({name: value for name, value in config.items() if not name.startswith("_")})
 
 
 def _refuse_contradiction(label: str, folder: Path, preset: Mapping[str, Any], structure: Mapping[str, Any]) -> None:
@@ -192,38 +240,27 @@ def _refuse_contradiction(label: str, folder: Path, preset: Mapping[str, Any], s
             )
 
 
-def _in_diffusers_names(match: _Match, config: Mapping[str, Any]) -> dict[str, TensorInfo]:
-    """The weights by diffusers names. What is missing is left out and what is unknown keeps its name: both are for
-    `check_shapes` to report."""
+def _in_diffusers_names(match: _Match, checkpoint: Checkpoint) -> dict[str, TensorInfo]:
+    """The weights by diffusers names, after `check_shapes` by the names in the file; `checkpoint` has those."""
     layout, family = match.family.files, match.family
-    shapes = family.expected_shapes(config)
+    config = family.full_config(checkpoint.config)
+    shapes = _expected_shapes(checkpoint, family)
     places = layout.weights(shapes, config) if not match.is_diffusers else {name: Original(name) for name in shapes}
-    ends = _lengths(places)
-    found = {
-        name: _part(match.tensors[place.name], name, place, ends[place.name])
-        for name, place in places.items()
-        if place.name in match.tensors
-    }
-    used = {place.name for place in places.values()} | set(layout.flags)
-    used |= {name for name in match.tensors for glob in family.unused_weights if fnmatchcase(name, match.name_of(glob))}
-    found.update({info.stored_name: info for name, info in match.tensors.items() if name not in used})
-    return found
+    stored: dict[str, tuple[int, ...]] = {}
+    for name, place in places.items():
+        if place.rows is None:
+            stored[place.name] = shapes[name]
+        else:  # a part: the stored tensor ends where the last of its parts does
+            ends = [stop for _, stop in place.rows] + [stored.get(place.name, (0,))[0]]
+            stored[place.name] = (max(ends), *shapes[name][1:])
+    check_shapes(checkpoint, stored)
+    return {name: _part(match.tensors[place.name], name, shapes[name], place) for name, place in places.items()}
 
 
-def _lengths(places: Mapping[str, Original]) -> dict[str, int]:
-    """Rows of each original tensor that is made of several weights; 0 for the others."""
-    lengths: dict[str, int] = {}
-    for place in places.values():
-        last = max((stop for _, stop in place.rows), default=0) if place.rows else 0
-        lengths[place.name] = max(last, lengths.get(place.name, 0))
-    return lengths
-
-
-def _part(info: TensorInfo, name: str, place: Original, length: int) -> TensorInfo:
-    """The weight `name`: the rows of a stored tensor that has `length` rows, unless it does not fit."""
-    info = replace(info, name=name)
-    if place.rows is None or not info.shape or info.shape[0] != length:
-        return info  # a shape that does not fit stays as it is, for the report
-    rows = sum(stop - start for start, stop in place.rows)
-    shape = (rows, *info.shape[1:])
-    return replace(info, shape=shape, rows=place.rows, num_bytes=info.num_bytes * prod(shape) // prod(info.shape))
+def _part(info: TensorInfo, name: str, shape: tuple[int, ...], place: Original) -> TensorInfo:
+    """The weight `name` of that shape: a stored tensor, or some rows of it."""
+    if place.rows is None:
+        return replace(info, name=name)
+    return replace(
+        info, name=name, shape=shape, rows=place.rows, num_bytes=info.num_bytes * prod(shape) // prod(info.shape)
+    )

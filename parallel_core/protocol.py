@@ -188,6 +188,26 @@ class PlaceTransformer(Request):
 
 
 @dataclass(frozen=True, kw_only=True)
+class PatchWeights(Request):
+    """Makes `patches` (`weight_patches.WeightPatch`) the changes that are on the weights of `key`; none takes all off.
+
+    Answers with the names of tensors that are "missing", and has then changed nothing.
+    """
+
+    operation: ClassVar[str] = "patch_weights"
+    key: str
+    patches: list[dict[str, Any]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class HoldTensors(Request):
+    """Keeps the frame's tensors, under their names, for patches of the weights of `key`."""
+
+    operation: ClassVar[str] = "hold_tensors"
+    key: str
+
+
+@dataclass(frozen=True, kw_only=True)
 class Forward(Request):
     """One transformer evaluation of several calls.
 

@@ -15,11 +15,10 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
-from safetensors import safe_open
-
-from .checkpoint import LOADABLE_DTYPES, TensorInfo, read_metadata
+from .checkpoint import LOADABLE_DTYPES, TensorInfo
 from .errors import UserError
 from .gguf_header import GGUF_BLOCKS
+from .safetensors_header import parse_safetensors, read_small
 
 FP8_DTYPES = ("float8_e4m3fn", "float8_e5m2")
 
@@ -59,7 +58,7 @@ def resolve_quantisation(tensors: Mapping[str, TensorInfo], label: str) -> dict[
     in the compute dtype, which is the more exact way. `UserError`, which starts with `label`, for scales that are
     missing or of a shape that is not one number, and for quantisations that are not known.
     """
-    _refuse_foreign(tensors, label)
+    refuse_foreign(tensors, label)
     layers = _comfy_layers(tensors, label)
     if _MARKER in tensors:
         found = _with_old_scales(tensors, label)
@@ -78,7 +77,8 @@ def resolve_quantisation(tensors: Mapping[str, TensorInfo], label: str) -> dict[
     return found
 
 
-def _refuse_foreign(tensors: Iterable[str], label: str) -> None:
+def refuse_foreign(tensors: Iterable[str], label: str) -> None:
+    """`UserError` that names a quantisation that is not read, where the tensors' names show one."""
     for name in tensors:
         for glob, kind in _FOREIGN.items():
             if fnmatchcase(name, glob):
@@ -127,23 +127,35 @@ def _comfy_layers(tensors: Mapping[str, TensorInfo], label: str) -> dict[str, di
     for file in files:
         if file.suffix == ".gguf":
             continue
-        text = read_metadata(file).get(_METADATA)
+        header = parse_safetensors(file)
+        text = header.metadata.get(_METADATA)
         if text is not None:
             prefixes = {info.stored_name.removesuffix(name) for name, info in tensors.items() if info.file == file}
-            for name, entry in _parse(text, file.name, label).get("layers", {}).items():
+            for name, entry in _described_layers(text, label).items():
                 layers.update({name.removeprefix(prefix): entry for prefix in prefixes if name.startswith(prefix)})
-        with safe_open(file, framework="np") as source:
-            for name, info in tensors.items():
-                if info.file == file and name.endswith(".comfy_quant"):
-                    text = source.get_tensor(info.stored_name).tobytes().decode("utf-8", errors="replace")
-                    layers[name.removesuffix(".comfy_quant")] = _parse(text, name, label)
+        for name, info in tensors.items():
+            if info.file == file and name.endswith(".comfy_quant"):
+                data = read_small(file, header, info.stored_name, _LONGEST_ENTRY)
+                text = "" if data is None else data.decode("utf-8", errors="replace")
+                layers[name.removesuffix(".comfy_quant")] = _parse(text, name, label)
+    return layers
+
+
+_LONGEST_ENTRY = 1 << 16
+"""Bytes of a comfy_quant tensor: more is no entry."""
+
+
+def _described_layers(text: str, label: str) -> dict[str, dict[str, Any]]:
+    layers = _parse(text, _METADATA, label).get("layers", {})
+    if not isinstance(layers, dict) or not all(isinstance(entry, dict) for entry in layers.values()):
+        raise UserError(f"{label}: the quantisation entry {_METADATA!r} holds no table of layers. {_DAMAGED}")
     return layers
 
 
 def _parse(text: str, where: str, label: str) -> dict[str, Any]:
     try:
         entry = json.loads(text)
-    except json.JSONDecodeError:
+    except (ValueError, RecursionError):
         entry = None
     if not isinstance(entry, dict):
         raise UserError(f"{label}: the quantisation entry {where!r} is not a json object. {_DAMAGED}")
@@ -162,7 +174,7 @@ def _with_new_scales(
             found[name] = info
             continue
         kind = layers[layer].get("format")
-        if kind not in _FORMATS:
+        if not isinstance(kind, str) or kind not in _FORMATS:
             raise UserError(
                 f"{label}: {name!r} is quantised as {kind} (comfy_quant), which is not supported. {_ADVICE}"
             )

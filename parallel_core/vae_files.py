@@ -7,8 +7,9 @@ Qwen-Image's too) and 2.2's. Reads no weight, and knows neither ComfyUI nor how 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,32 @@ from .families.layout import MissingWeightError, Shapes
 from .file_kinds import describe_file
 
 _PREFIXES = ("first_stage_model.", "vae.", "")
+
+_LEFT_FROM_TRAINING = ("loss.", "model_ema.")
+"""What some published VAE files also hold; no part of the network."""
+
+_OTHERS: tuple[tuple[str, tuple[str, ...]], ...] = (
+    ("a LoRA", ("*lora_A*", "*lora_B*", "*lora_down*", "*lora_up*", "*.hada_*", "*.lokr_*")),
+    ("FLUX.2's VAE", ("bn.running_mean",)),
+    ("a TAESD preview VAE", ("taesd_*", "decoder.layers.[0-9].weight", "[0-9].weight", "[0-9].conv.0.weight")),
+    ("a tiny video VAE (TAEHV, TAEW)", ("decoder.22.bias",)),
+    ("a part of Stable Cascade's VAE", ("vquantizer.*", "*backbone.1.0.block.*", "*blocks.11.num_batches_tracked")),
+    ("Stable Video Diffusion's VAE", ("decoder.*.time_stack.*", "decoder.*.mix_factor", "decoder.time_conv_out.*")),
+    ("a HunyuanVideo VAE", ("decoder.conv_in.conv.*",)),
+    ("LTX-Video's VAE", ("decoder.up_blocks.*.res_blocks.*", "per_channel_statistics.*")),
+    ("Cosmos' VAE", ("*patcher3d.*",)),
+    ("Mochi's VAE", ("*blocks.*.stack.*", "*attn_block.attn.qkv.*")),
+    ("an audio VAE", ("decoder.layers.*.beta", "*vocoder.*", "decoder.model.*.weight_g")),
+    ("a pixel space VAE", ("pixel_space_vae",)),
+    ("an autoencoder with attention in its levels (VQGAN, Kandinsky)", ("*coder.*.attn.[0-9].*", "quantize.*")),
+    ("a deep compression autoencoder (DC-AE, Sana)", ("decoder.stages.*", "decoder.up_blocks.*.main.*")),
+    ("a FLUX or HunyuanVideo transformer", ("*double_blocks.*",)),
+    ("a Qwen-Image transformer", ("*transformer_blocks.*.img_mod.*",)),
+    ("a Wan transformer", ("*blocks.0.cross_attn.*",)),
+    ("a transformer in diffusers' layout", ("transformer_blocks.*",)),
+)
+"""What a file is that does not run here, and globs of names of which one tells: many of them look like Stable
+Diffusion's VAE otherwise."""
 
 Rules = tuple[tuple[str, str], ...]
 """(pattern, replacement), applied in this order: diffusers' names -> the file's."""
@@ -47,20 +74,35 @@ def read_vae_file(file: Path) -> Checkpoint:
 
     `UserError` for a file without a VAE that runs here, with what it looks like.
     """
-    names = {info.name: info for info in read_header(file)}
-    for prefix in _PREFIXES:
-        tensors = {
-            name.removeprefix(prefix): replace(info, name=name.removeprefix(prefix), stored_as=name)
-            for name, info in names.items()
-            if name.startswith(prefix)
-        }
+    tensors = _within({info.name: info for info in read_header(file)})
+    what = next((kind for kind, globs in _OTHERS if _any_match(tensors, globs)), None)
+    if what is None:
         for layout in LAYOUTS:
             if all(mark in tensors for mark in layout.marks):
                 return _checkpoint(file, layout, tensors)
+    looks = describe_file(tensors) if what is None else f"It looks like {what}."
     raise UserError(
-        f"{file.name!r} holds no VAE that runs here. {describe_file(names)} Expected the VAE of Stable Diffusion, "
+        f"{file.name!r} holds no VAE that runs here. {looks} Expected the VAE of Stable Diffusion, "
         "FLUX, Wan or Qwen-Image; other VAEs work with ComfyUI's own Load VAE."
     )
+
+
+def _within(tensors: Mapping[str, TensorInfo]) -> dict[str, TensorInfo]:
+    """The VAE's part of a checkpoint, named without the prefix; all of a file that has no such part."""
+    for prefix in _PREFIXES:
+        found = {
+            name.removeprefix(prefix): replace(info, name=name.removeprefix(prefix), stored_as=name)
+            for name, info in tensors.items()
+            if name.startswith(prefix)
+        }
+        if found:
+            return {name: info for name, info in found.items() if not name.startswith(_LEFT_FROM_TRAINING)}
+    return {}
+
+
+def _any_match(names: Iterable[str], globs: Iterable[str]) -> bool:
+    globs = tuple(globs)
+    return any(fnmatchcase(name, glob) for name in names for glob in globs)
 
 
 def _checkpoint(file: Path, layout: VaeLayout, tensors: Mapping[str, TensorInfo]) -> Checkpoint:
@@ -103,7 +145,7 @@ def _diffusers_config(shapes: Shapes) -> dict[str, Any]:
 
 
 def _common(shapes: Shapes, blocks: int, widths: list[int]) -> dict[str, Any]:
-    latent_channels = shapes["decoder.conv_in.weight"][1]
+    _, latent_channels, _, _ = shapes["decoder.conv_in.weight"]  # another number of dimensions is another kind of VAE
     return {
         "in_channels": shapes["encoder.conv_in.weight"][1],
         "out_channels": shapes["decoder.conv_out.weight"][0],
@@ -183,13 +225,19 @@ _WAN22: Rules = (
 )
 
 
-def _wan_config(shapes: Shapes, **fixed: Any) -> dict[str, Any]:
+_ORIGINAL = ("encoder.conv1.weight", "decoder.head.0.gamma", "conv2.weight", "decoder.head.2.weight")
+_DIFFUSERS = ("encoder.conv_in.weight", "decoder.norm_out.gamma", "post_quant_conv.weight", "decoder.conv_out.weight")
+
+
+def _wan_config(shapes: Shapes, names: tuple[str, ...] = _ORIGINAL, **fixed: Any) -> dict[str, Any]:
+    """`names`: of the first and last layers in the file's layout."""
+    first, decoder, latents, last = (shapes[name] for name in names)
     return {
-        "base_dim": shapes["encoder.conv1.weight"][0],
-        "decoder_base_dim": shapes["decoder.head.0.gamma"][0],
-        "z_dim": shapes["conv2.weight"][0],
-        "in_channels": shapes["encoder.conv1.weight"][1],
-        "out_channels": shapes["decoder.head.2.weight"][0],
+        "base_dim": first[0],
+        "decoder_base_dim": decoder[0],
+        "z_dim": latents[0],
+        "in_channels": first[1],
+        "out_channels": last[0],
         "dim_mult": [1, 2, 4, 4],
         "num_res_blocks": _BLOCKS,
         "attn_scales": [],
@@ -199,12 +247,16 @@ def _wan_config(shapes: Shapes, **fixed: Any) -> dict[str, Any]:
     }
 
 
+def _wan22(shapes: Shapes, names: tuple[str, ...] = _ORIGINAL) -> dict[str, Any]:
+    return _wan_config(shapes, names, is_residual=True, patch_size=2, scale_factor_spatial=16)
+
+
 LAYOUTS: tuple[VaeLayout, ...] = (
     VaeLayout(
         label="Wan 2.2",
         class_name="AutoencoderKLWan",
         marks=("decoder.middle.0.residual.0.gamma", "decoder.upsamples.0.upsamples.0.residual.2.weight"),
-        config=lambda shapes: _wan_config(shapes, is_residual=True, patch_size=2, scale_factor_spatial=16),
+        config=_wan22,
         rules=lambda config: (*_WAN22, *_WAN_PARTS),
     ),
     VaeLayout(
@@ -213,6 +265,20 @@ LAYOUTS: tuple[VaeLayout, ...] = (
         marks=("decoder.middle.0.residual.0.gamma", "decoder.upsamples.0.residual.2.weight"),
         config=lambda shapes: _wan_config(shapes, scale_factor_spatial=8),
         rules=lambda config: (*_WAN21, *_WAN_PARTS),
+    ),
+    VaeLayout(
+        label="Wan 2.2, in diffusers' layout,",
+        class_name="AutoencoderKLWan",
+        marks=("decoder.mid_block.resnets.0.norm1.gamma", "encoder.down_blocks.0.resnets.0.conv1.weight"),
+        config=lambda shapes: _wan22(shapes, _DIFFUSERS),
+        rules=lambda config: (),
+    ),
+    VaeLayout(
+        label="Wan 2.1, in diffusers' layout,",
+        class_name="AutoencoderKLWan",
+        marks=("decoder.mid_block.resnets.0.norm1.gamma", "encoder.down_blocks.0.conv1.weight"),
+        config=lambda shapes: _wan_config(shapes, _DIFFUSERS, scale_factor_spatial=8),
+        rules=lambda config: (),
     ),
     VaeLayout(
         label="Stable Diffusion or FLUX",
@@ -229,4 +295,4 @@ LAYOUTS: tuple[VaeLayout, ...] = (
         rules=lambda config: (),
     ),
 )
-"""Wan 2.2's marks before 2.1's: the first that fits is taken."""
+"""Wan's in diffusers' layout before the other diffusers files: the first that fits is taken."""

@@ -26,6 +26,9 @@ VIDEO_CLASSES = ("AutoencoderKLWan", "AutoencoderKLQwenImage")
 CLASSES = IMAGE_CLASSES + VIDEO_CLASSES
 """What the ranks can run."""
 
+_TEMPORAL = 4
+"""Frames per latent frame: the code of these VAEs has the number built in, in diffusers and in ComfyUI."""
+
 DTYPES = ("default", "bfloat16", "float16", "float32")
 """Choices of the loader node. "default": as the file has it, except where its config forbids half precision."""
 
@@ -111,7 +114,7 @@ def read_vae(path: Path, dtype: str = "default") -> VaeSpec:
         latent_channels=latent_channels,
         image_channels=image_channels,
         scale=scale,
-        temporal=int(checkpoint.config.get("scale_factor_temporal", 4)) if is_video else 0,
+        temporal=_TEMPORAL if is_video else 0,
         num_bytes=checkpoint.num_elements * (4 if chosen == "float32" else 2),
         fingerprint=checkpoint.fingerprint,
     )
@@ -125,10 +128,25 @@ def _image_sizes(checkpoint: Checkpoint) -> tuple[int, int, int]:
     return latent_channels, int(checkpoint.config.get("out_channels", 3)), 2 ** (len(blocks) - 1)
 
 
+_HALVINGS = [False, True, True]
+"""Where these VAEs halve time: what diffusers calls temperal_downsample."""
+
+
 def _video_sizes(checkpoint: Checkpoint) -> tuple[int, int, int]:
-    config = checkpoint.config
-    patch = int(config.get("patch_size") or 1)
-    return int(config.get("z_dim", 16)), int(config.get("out_channels", 3)) // patch**2, 8 * patch
+    config, name = checkpoint.config, checkpoint.folder.name
+    patch = config.get("patch_size") or 1
+    channels, latent_channels = config.get("in_channels", config.get("input_channels", 3)), config.get("z_dim", 16)
+    if not all(type(number) is int and number > 0 for number in (patch, channels, latent_channels)):
+        raise UserError(f"{name}/config.json has no usable patch_size, in_channels or z_dim.")
+    if channels != 3 * patch**2:
+        raise UserError(
+            f"{name!r} has {channels // patch**2} channels per pixel; only VAEs with 3 (red, green, blue) run here. "
+            "Use ComfyUI's own Load VAE."
+        )
+    halvings = config.get("temperal_downsample", _HALVINGS)
+    if halvings != _HALVINGS:
+        raise UserError(f"{name!r} has temperal_downsample {halvings}; only VAEs with {_HALVINGS} run.")
+    return latent_channels, 3, 2 ** len(_HALVINGS) * patch
 
 
 def _default_dtype(checkpoint: Checkpoint) -> str:

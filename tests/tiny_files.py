@@ -18,6 +18,7 @@ from torch import Tensor
 
 from parallel_core.families.base import Family
 from parallel_core.families.layout import reverse
+from tests.tiny_weights import write_zeros
 
 PREFIX = "model.diffusion_model."
 
@@ -40,6 +41,20 @@ def original_weights(folder: Path, family: Family) -> Weights:
                 start += last - first
         found[name] = whole
     return found
+
+
+def write_hollow(file: Path, folder: Path, family: Family) -> Path:
+    """A file in the original layout, of the config in `folder`, whose weights are zero and take no space."""
+    config = family.full_config(json.loads((folder / "config.json").read_text()))
+    shapes = family.expected_shapes(config)
+    originals = reverse(family.files.weights(shapes, config))
+    return write_zeros(
+        file,
+        {
+            name: (sum(shapes[part][0] for part, _ in parts), *shapes[parts[0][0]][1:])
+            for name, parts in originals.items()
+        },
+    )
 
 
 def is_matrix(name: str, tensor: Tensor) -> bool:

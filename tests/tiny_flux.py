@@ -8,13 +8,12 @@ Does not know: ComfyUI, ranks, plans.
 from __future__ import annotations
 
 import json
-import struct
 from pathlib import Path
 
 import torch
 from diffusers import FlowMatchEulerDiscreteScheduler, FluxTransformer2DModel
 
-from tests.tiny_weights import fill
+from tests.tiny_weights import fill, write_zeros
 
 # 2 + 2 blocks, 4 heads of 16: 0.5 M parameters, milliseconds a forward, and heads that 1, 2 and 4 ranks can share.
 TINY = {
@@ -71,15 +70,8 @@ def write_hollow(folder: Path, **config: object) -> Path:
     with torch.device("meta"):
         model = FluxTransformer2DModel(**{**TINY, **config})
     model.save_config(folder / "transformer")
-    header: dict[str, object] = {}
-    end = 0
-    for name, tensor in model.state_dict().items():
-        begin, end = end, end + 4 * tensor.numel()
-        header[name] = {"dtype": "F32", "shape": list(tensor.shape), "data_offsets": [begin, end]}
-    text = json.dumps(header).encode()
-    with (folder / "transformer" / "diffusion_pytorch_model.safetensors").open("wb") as stream:
-        stream.write(struct.pack("<Q", len(text)) + text)
-        stream.truncate(stream.tell() + end)
+    shapes = {name: tensor.shape for name, tensor in model.state_dict().items()}
+    write_zeros(folder / "transformer" / "diffusion_pytorch_model.safetensors", shapes)
     _write_rest(folder)
     return folder
 

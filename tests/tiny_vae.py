@@ -1,4 +1,4 @@
-"""Writes tiny AutoencoderKL folders in the diffusers layout, for tests.
+"""Writes tiny AutoencoderKL folders in the diffusers layout and files in the original one, for tests.
 
 Owns what a tiny VAE looks like on disk. Channels are multiples of 32 because ComfyUI's own VAE has GroupNorm(32)
 built in, so that the same file also loads there. Needs diffusers, so it runs in the ranks' interpreter. Does not know
@@ -8,11 +8,14 @@ ComfyUI or ranks.
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
 import torch
 from diffusers import AutoencoderKL
+from safetensors.torch import save_file
+from torch import Tensor
 
 # Flux's VAE in small: 8 pixels per latent cell, 16 channels, no quant_conv; 1 M parameters.
 TINY = {
@@ -57,3 +60,49 @@ def write_pipeline(folder: Path, *, seed: int = 0, dtype: torch.dtype = torch.fl
     index = {"_class_name": "FluxPipeline", "vae": ["diffusers", "AutoencoderKL"]}
     (folder / "model_index.json").write_text(json.dumps(index))
     return folder
+
+
+# ----- the original layout, in which the published single files are -----
+
+
+def write_original(file: Path, *, seed: int = 0, prefix: str = "", **config: object) -> Path:
+    """Writes the VAE as one file in the layout of latent diffusion and returns it."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    weights = original_weights(build_vae(seed=seed, **config))
+    save_file({prefix + name: tensor for name, tensor in weights.items()}, file)
+    return file
+
+
+def original_weights(vae: Any) -> dict[str, Tensor]:
+    """The weights of `vae` by their original names; attention as convolutions over 1 x 1 pixels."""
+    last = len(vae.config.block_out_channels) - 1
+    weights: dict[str, Tensor] = {}
+    for name, tensor in vae.state_dict().items():
+        if ".attentions." in name and tensor.ndim == 2:
+            tensor = tensor[:, :, None, None]
+        weights[_original_name(name, last)] = tensor.contiguous()
+    return weights
+
+
+_PARTS = {
+    "mid_block.resnets.0": "mid.block_1",
+    "mid_block.resnets.1": "mid.block_2",
+    "mid_block.attentions.0": "mid.attn_1",
+    "group_norm": "norm",
+    "to_q": "q",
+    "to_k": "k",
+    "to_v": "v",
+    "to_out.0": "proj_out",
+    "conv_shortcut": "nin_shortcut",
+    "conv_norm_out": "norm_out",
+    "downsamplers.0": "downsample",
+    "upsamplers.0": "upsample",
+    "resnets": "block",
+}
+
+
+def _original_name(name: str, last: int) -> str:
+    for ours, theirs in _PARTS.items():
+        name = name.replace(ours, theirs)
+    name = name.replace("down_blocks", "down")
+    return re.sub(r"up_blocks\.(\d+)", lambda found: f"up.{last - int(found[1])}", name)

@@ -6,7 +6,11 @@ so that a wrong shard, a swapped scale or a lost bias changes the result by far 
 
 from __future__ import annotations
 
+import json
 import math
+import struct
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 
 import torch
 from torch import nn
@@ -26,3 +30,17 @@ def fill(model: nn.Module, seed: int) -> None:
                 parameter.copy_(0.5 * noise)
             else:  # unit gain, so that activations keep their size through the blocks
                 parameter.copy_(noise / math.sqrt(parameter[0].numel()))
+
+
+def write_zeros(file: Path, shapes: Mapping[str, Sequence[int]]) -> Path:
+    """A safetensors file of float32 zeros, which take no space on the disk: for models of any size."""
+    header: dict[str, object] = {}
+    end = 0
+    for name, shape in shapes.items():
+        begin, end = end, end + 4 * math.prod(shape)
+        header[name] = {"dtype": "F32", "shape": list(shape), "data_offsets": [begin, end]}
+    text = json.dumps(header).encode()
+    with file.open("wb") as stream:
+        stream.write(struct.pack("<Q", len(text)) + text)
+        stream.truncate(stream.tell() + end)
+    return file

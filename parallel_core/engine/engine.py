@@ -186,11 +186,11 @@ class Engine:
         try:
             replies = self.request_group(group, request, deadline=self.deadlines.load, label=f"loading {spec.label}")
         except RankError:
-            if group.alive:  # some ranks may hold it, others not: none shall
-                self.request_group(group, Release(key=spec.key))
-                group.loaded.discard(spec.key)
-                self.ledger.drop(spec.group, spec.key)
+            self.discard(group, spec)
             raise
+        finally:
+            for key in (spec.key, source):  # a model loses its patches when it is read, or another is made of it
+                group.patched.pop(key, None)
         by_device: dict[str, int] = {}
         for reply in replies:
             for device, size in reply.data["device_bytes"].items():
@@ -201,9 +201,16 @@ class Engine:
             self._release_if_orphan(spec.group, source)
         logger.info("loaded %s: %s", spec.label, ", ".join(f"{d} {s / 1e6:.0f} MB" for d, s in by_device.items()))
 
+    def discard(self, group: Group, spec: ModelSpec) -> None:
+        """After an error some ranks may hold the model in one state, others in another: none shall."""
+        if group.alive:
+            self.request_group(group, Release(key=spec.key))
+            group.loaded.discard(spec.key)
+            self.ledger.drop(spec.group, spec.key)
+
     def _make_room(self, group: Group, needed: Mapping[str, int], keep: Sequence[Holding]) -> None:
         """Asks the host program, then parks our own models, least recently used first. CPU ranks share one memory."""
-        needed = {device: size + WORKSPACE_BYTES for device, size in needed.items() if device.startswith("cuda:")}
+        needed = {device: size + WORKSPACE_BYTES for device, size in self._apart_from_host(needed).items()}
         if not needed:
             return
         if self._free_host is not None:
@@ -213,6 +220,11 @@ class Engine:
             if self._park(holding):
                 self._notices.append(f"{holding.label} left the devices to make room")
                 logger.info(self._notices[-1])
+
+    def _apart_from_host(self, device_bytes: Mapping[str, int]) -> dict[str, int]:
+        """The part that lies on devices with memory of their own."""
+        own = {device.name for device in self.list_devices()}
+        return {device: size for device, size in device_bytes.items() if device in own}
 
     def _free(self, group: Group) -> dict[str, int]:
         free: dict[str, int] = {}
@@ -241,8 +253,7 @@ class Engine:
         if not group.lock.acquire(timeout=1.0):
             return False
         try:
-            on_gpus = sum(size for device, size in holding.device_bytes.items() if device.startswith("cuda:"))
-            if on_gpus > self._host()[0] * HOST_SHARE:
+            if sum(self._apart_from_host(holding.device_bytes).values()) > self._host()[0] * HOST_SHARE:
                 logger.warning("%s does not fit the host's memory; it will be read again", holding.label)
                 self._release(holding.group, holding.key)
             else:

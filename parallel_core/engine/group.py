@@ -75,6 +75,8 @@ class Group:
         self.alive = True
         self.loaded: set[str] = set()
         """Keys of what the ranks' stores hold."""
+        self.patched: dict[str, str] = {}
+        """Which set of weight patches is on a model, by its key, where that is known: `weight_patches.PatchSet.id`."""
         self.last_use = time.monotonic()
         """When the last request ended."""
         self._next_id = 0

@@ -19,10 +19,12 @@ from ..errors import UserError
 from ..families.base import Family, SeamCall
 from ..plan import ParallelPlan, PlanChoice, resolve
 from ..protocol import CheckMode, Forward
+from ..weight_patches import NO_PATCHES, PatchSet
 from .engine import Engine
 from .groups import Poll
 from .models import TransformerSpec
 from .shares import check_shares
+from .weight_patches import apply_patches
 
 logger = logging.getLogger("parallel_diffusion")
 
@@ -71,6 +73,8 @@ class RemoteTransformer:
     found: str = ""
     """What a single file was recognised as, for people."""
     statistics: RunStatistics = field(default_factory=RunStatistics)
+    patches: PatchSet = NO_PATCHES
+    """What is changed about the weights from the next evaluation on."""
 
     def ensure_loaded(self, poll: Poll | None = None) -> None:
         """Loads the weights now rather than at the first evaluation, once the ranks have what the plan needs."""
@@ -116,6 +120,7 @@ class RemoteTransformer:
         compiles = self.statistics.num_steps == 0 or choice.plan.compile != "off"
         deadline = deadlines.first if compiles else deadlines.step
         with self.engine.using(self.spec, poll) as group:
+            apply_patches(self.engine, group, self.spec, self.patches)
             started = time.monotonic()
             replies = self.engine.request_group(group, request, tensors, deadline=deadline, label=label, poll=poll)
             seconds = time.monotonic() - started

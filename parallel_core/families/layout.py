@@ -49,11 +49,17 @@ class Shapes:
         return self._rename(name) in self._stored
 
     def count(self, pattern: str) -> int:
-        """How many tensors there are for `pattern` with {} = 0, 1, 2 ... without a gap."""
+        """How many tensors there are for `pattern` with {} = 0, 1, 2 ...; `MissingWeightError` for a gap."""
         number = 0
         while pattern.format(number) in self:
             number += 1
+        if any(pattern.format(later) in self for later in range(number + 1, number + _LONGEST_GAP)):
+            raise MissingWeightError(self._rename(pattern.format(number)))
         return number
+
+
+_LONGEST_GAP = 100
+"""Blocks that are looked for behind the first that is missing."""
 
 
 class MissingWeightError(KeyError):

@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
+from ..errors import UserError
 from .layout import Config, FileLayout, Shapes, renamed
 
 _TOP = {
@@ -53,13 +54,19 @@ def _rename(name: str) -> str:
 
 def _structure(shapes: Shapes, preset: Config) -> dict[str, Any]:
     width, in_channels, *patch = shapes["patch_embedding.weight"]
+    head = int(preset["attention_head_dim"])
+    if width % head:
+        raise UserError(
+            f"the weights have a width of {width}, which is no multiple of {head} (attention_head_dim). Set "
+            "config_from to the diffusers folder of the model that this was made from."
+        )
     image = shapes.get("condition_embedder.image_embedder.norm1.weight")
     positions = shapes.get("condition_embedder.image_embedder.pos_embed")
     return {
         "patch_size": tuple(patch),
         "in_channels": in_channels,
         "out_channels": shapes["proj_out.weight"][0] // math.prod(patch),
-        "num_attention_heads": width // int(preset["attention_head_dim"]),
+        "num_attention_heads": width // head,
         "text_dim": shapes["condition_embedder.text_embedder.linear_1.weight"][1],
         "freq_dim": shapes["condition_embedder.time_embedder.linear_1.weight"][1],
         "ffn_dim": shapes["blocks.0.ffn.net.0.proj.weight"][0],

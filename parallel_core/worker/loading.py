@@ -20,6 +20,7 @@ from ..families.base import Family, resolve_class
 from ..model_file import ModelSource, read_transformer
 from ..parallelize import ShardSpec, tensor_shards
 from ..storage import Storage, check_blocks
+from .heap import large_blocks_apart
 from .packed import Held, hold_packed
 from .shared_weights import as_shared, part_of_rank, share_weights
 from .stored import Slice, from_files
@@ -45,7 +46,7 @@ class LoadedTransformer:
     shards: Mapping[str, ShardSpec]
     """Which parameters are slices; none with tensor 1."""
     bytes_read: int
-    """Bytes of the tensors and slices taken from the files, in the files' dtypes."""
+    """Bytes of the tensors and slices taken from the files, in the files' dtypes; unpacked ones as they are held."""
 
 
 WHOLE = Part()
@@ -55,6 +56,7 @@ Weights = Callable[[Checkpoint], Iterator[tuple[str, Slice]]]
 """Where the weights come from: every name of a checkpoint with its tensor, one after the other."""
 
 
+@large_blocks_apart()
 def load_transformer(
     source: ModelSource,
     family: Family,
@@ -129,12 +131,13 @@ class _Reader:
 
     def read(self, source: Slice, name: str) -> Tensor | None:
         """This rank's part on its device in the wanted dtype; None where it holds nothing."""
-        part = self._cut(self._held.source(source, name), self._shards.get(name))
+        dtype = self._dtype_of(name)
+        part = self._cut(self._held.source(source, name, dtype), self._shards.get(name))
         if part is None:
             return None
         self.bytes_read += part.nbytes
         # a copy even where dtype and device already fit: the file's memory map must not live on in the model
-        return part.to(self._device, self._dtype_of(name), copy=True).contiguous()
+        return part.to(self._device, dtype, copy=True).contiguous()
 
     def _dtype_of(self, name: str) -> torch.dtype:
         return torch.uint8 if self._held.is_packed(name) else held_dtype(self._family, name, self._dtype)

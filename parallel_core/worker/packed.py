@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from .. import upstream
 from ..checkpoint import Checkpoint
+from ..eager import eager
 from ..quantised import FP8_DTYPES
 from ..storage import AS_STORED, TORCHAO_CHOICES, Storage
 from .packing import Packing
@@ -27,6 +28,8 @@ class PackedLinear(nn.Module):
     """
 
     scale: Tensor | None
+    patched: nn.Module | None
+    """Called with the unpacked weight in float32, returns it with the patches that are on it."""
 
     def __init__(self, linear: nn.Linear, packing: Packing, dtype: torch.dtype) -> None:
         """From a linear layer, or a rank's slice of one, on the meta device."""
@@ -40,10 +43,28 @@ class PackedLinear(nn.Module):
         self.in_features, self.out_features = linear.in_features, linear.out_features
         scale = None if packing.scale is None else torch.tensor(packing.scale, dtype=torch.float32)
         self.register_buffer("scale", scale, persistent=False)
+        self.register_module("patched", None)
+        self._is_patched = False
+
+    def unpack(self, stored: Tensor, dtype: torch.dtype) -> Tensor:
+        """The weight [out, in], or a part of it, from its bytes and without patches."""
+        return self.packing.unpack(stored, dtype, self.scale)
 
     def unpacked(self) -> Tensor:
-        """The weight [out, in] in the compute dtype."""
-        return self.packing.unpack(self.weight, self.dtype, self.scale)
+        """The weight [out, in] in the compute dtype, as it is computed with."""
+        return self._patched_weight() if self._is_patched else self.unpack(self.weight, self.dtype)
+
+    def patch(self, patched: nn.Module | None) -> None:
+        """Puts patches on, or takes them off."""
+        self.patched = patched
+        self._is_patched = patched is not None
+
+    @eager
+    def _patched_weight(self) -> Tensor:
+        """A compiled block sees only that there are patches: other ones are no reason to compile it again."""
+        assert self.patched is not None
+        patched: Tensor = self.patched(self.unpack(self.weight, torch.float32))
+        return patched.to(self.dtype)
 
     def forward(self, x: Tensor) -> Tensor:
         """As `nn.Linear`."""
@@ -74,9 +95,11 @@ class Held:
         """Whether the weight of that name is the bytes of a `PackedLinear`."""
         return name in self._packings
 
-    def source(self, source: Any, name: str) -> Slice:
-        """`source`, a weight of the checkpoint, in the numbers or the bytes that are held of it."""
+    def source(self, source: Any, name: str, dtype: torch.dtype) -> Slice:
+        """`source`, a weight of the checkpoint, in the numbers (of `dtype`) or the bytes that are held of it."""
         if name not in self._packings:
+            if isinstance(source, StoredWeight):
+                source.dtype = dtype
             return cast(Slice, source)
         return _Bytes(source) if self._kind == AS_STORED else _Cast(source, self._packings[name])
 

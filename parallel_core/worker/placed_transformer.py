@@ -23,15 +23,17 @@ from ..max_memory import DISK, HOST, WEIGHTS_SHARE
 from ..model_file import ModelSource
 from ..placement import Component, PlacementPlan, plan_placement
 from ..plan import RunMode
-from ..protocol import CheckMode, Forward, PlaceTransformer, Request
+from ..protocol import CheckMode, Forward, HoldTensors, PatchWeights, PlaceTransformer, Request
 from ..storage import Storage
 from .budgets import apply_limits, free_budgets
+from .heap import large_blocks_apart
 from .loading import empty_transformer, held_dtype
 from .packed import Held, hold_packed
 from .placed import Places, attach, beside_blocks, bytes_by_device
 from .store import StoredModel
 from .stored import Slice, StoredWeight, from_files, open_file
 from .transformer import check_mode, run_batches, source_of
+from .weight_patches import Division, ModelPatches, hold_tensors, patch_weights
 from .worker import Handler, Inputs, Result, Worker
 
 
@@ -42,10 +44,11 @@ class PlacedTransformer:
     model: nn.Module
     plan: PlacementPlan
     places: Places
-    host_bytes: int
-    """Bytes of the weights that lie in host memory although the model computes elsewhere."""
+    outside: Outside
+    """The weights that lie on no device."""
 
 
+@large_blocks_apart()
 def place_transformer(
     source: ModelSource, family: Family, storage: Storage, devices: tuple[str, ...], limits: Mapping[str, int]
 ) -> PlacedTransformer:
@@ -70,7 +73,7 @@ def place_transformer(
     if family.on_loaded is not None:
         family.on_loaded(model)
     attach(model, places, outside)
-    return PlacedTransformer(model=model, plan=plan, places=places, host_bytes=outside.host_bytes)
+    return PlacedTransformer(model=model, plan=plan, places=places, outside=outside)
 
 
 def transformer_component(model: nn.Module) -> Component:
@@ -94,7 +97,7 @@ class _Dtypes:
         return torch.uint8 if self.held.is_packed(name) else held_dtype(self.family, name, self.dtype)
 
 
-class _Outside(Mapping[str, Tensor]):
+class Outside(Mapping[str, Tensor]):
     """Weights that lie on no device: in host memory, or left in the files and read whenever they are asked for."""
 
     def __init__(self, checkpoint: Checkpoint, held: Held, dtypes: _Dtypes) -> None:
@@ -102,7 +105,8 @@ class _Outside(Mapping[str, Tensor]):
         self._held = held
         self._dtypes = dtypes
         self._in_host: dict[str, Tensor] = {}
-        self._in_files: set[str] = set()
+        self.in_files: set[str] = set()
+        """Names of those that are left in the files."""
 
     @property
     def host_bytes(self) -> int:
@@ -112,7 +116,7 @@ class _Outside(Mapping[str, Tensor]):
     def add(self, name: str, source: Slice | None) -> None:
         """Takes a weight: into host memory, or without a source to be read later."""
         if source is None:
-            self._in_files.add(name)
+            self.in_files.add(name)
         else:
             self._in_host[name] = _read(source, torch.device("cpu"), self._dtypes.of(name))
 
@@ -122,23 +126,25 @@ class _Outside(Mapping[str, Tensor]):
         with ExitStack() as stack:
             info = self._checkpoint.tensors[name]
             stored = StoredWeight(open_file(info.file, stack), info)
-            return _read(self._held.source(stored, name), torch.device("cpu"), self._dtypes.of(name))
+            dtype = self._dtypes.of(name)
+            return _read(self._held.source(stored, name, dtype), torch.device("cpu"), dtype)
 
     def __iter__(self) -> Iterator[str]:
-        return iter([*self._in_host, *self._in_files])
+        return iter([*self._in_host, *self.in_files])
 
     def __len__(self) -> int:
-        return len(self._in_host) + len(self._in_files)
+        return len(self._in_host) + len(self.in_files)
 
 
-def _read_weights(model: nn.Module, checkpoint: Checkpoint, places: Places, held: Held, dtypes: _Dtypes) -> _Outside:
+def _read_weights(model: nn.Module, checkpoint: Checkpoint, places: Places, held: Held, dtypes: _Dtypes) -> Outside:
     """Fills what lies on a device. Returns the rest."""
     buffers = {name for name, _ in model.named_buffers()}
-    outside = _Outside(checkpoint, held, dtypes)
+    outside = Outside(checkpoint, held, dtypes)
     for name, stored in from_files(checkpoint):
-        home, source = places.home(name), held.source(stored, name)
+        home, dtype = places.home(name), dtypes.of(name)
+        source = held.source(stored, name, dtype)
         if name in buffers or home not in (HOST, DISK):
-            value = _read(source, places.torch_device(name), dtypes.of(name))
+            value = _read(source, places.torch_device(name), dtype)
             set_module_tensor_to_device(model, name, value.device, value, dtype=value.dtype, clear_cache=False)
         else:
             outside.add(name, source if home == HOST else None)
@@ -178,14 +184,16 @@ def load(worker: Worker, request: PlaceTransformer, tensors: Inputs) -> Result:
         storage = Storage(request.dtype, request.storage)
         placed = place_transformer(source_of(request), family, storage, worker.devices, request.max_memory)
         backend = _Backend(placed.model)
+        outside = placed.outside
+        patches = ModelPatches(placed.model, family, Division(), worker.device, outside, outside.in_files)
         names = [name for name, _ in [*placed.model.named_parameters(), *placed.model.named_buffers()]]
         model = StoredModel(
             module=placed.model,
             device=worker.device,
             close=backend.remove,
-            extra={"placed": placed, "family": family, "backend": backend},
+            extra={"placed": placed, "family": family, "backend": backend, "patches": patches},
             homes={name: placed.places.torch_device(name) for name in names},
-            outside_bytes=placed.host_bytes,
+            outside_bytes=placed.outside.host_bytes,
         )
         worker.store.add(request.key, model)
     placed = worker.store.use(request.key).extra["placed"]
@@ -207,5 +215,7 @@ def forward(worker: Worker, request: Forward, tensors: Inputs) -> Result:
 OPERATIONS: dict[str, tuple[type[Request], Handler]] = {
     CheckMode.operation: (CheckMode, check_mode),
     PlaceTransformer.operation: (PlaceTransformer, load),
+    PatchWeights.operation: (PatchWeights, patch_weights),
+    HoldTensors.operation: (HoldTensors, hold_tensors),
     Forward.operation: (Forward, forward),
 }

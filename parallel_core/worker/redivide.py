@@ -44,14 +44,14 @@ def from_ranks(loaded: LoadedTransformer, group: dist.ProcessGroup) -> Weights:
             spec = loaded.shards.get(name)
             if spec is not None:
                 weight = parameters[name.rpartition(".")[0] + ".weight"]
-                whole = _join(whole, weight, spec, checkpoint.tensors[name].shape, group)
+                whole = join(whole, weight, spec, checkpoint.tensors[name].shape, group)
             assert whole is not None, "only a bias of a row-wise linear is not on every rank, and it has a spec"
             yield name, _Whole(whole)
 
     return weights
 
 
-def _join(
+def join(
     own: Tensor | None, weight: Tensor, spec: ShardSpec, shape: tuple[int, ...], group: dist.ProcessGroup
 ) -> Tensor:
     """The whole tensor, of `shape`, from every tensor rank's slice: the inverse of `ShardSpec.take`.

@@ -5,6 +5,7 @@ Owns opening files and what is cut out of them: only that is read. Knows no fami
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -16,6 +17,7 @@ from safetensors import safe_open
 from torch import Tensor
 
 from ..checkpoint import Checkpoint, TensorInfo
+from ..errors import UserError
 from ..gguf_header import GGUF_BLOCKS, GgufHeader, parse_gguf
 from .packing import Packing
 
@@ -74,10 +76,16 @@ def open_file(path: Path, stack: ExitStack) -> File:
     return _Gguf(path, stack) if path.suffix == ".gguf" else _Safetensors(path, stack)
 
 
-class StoredWeight:
-    """One weight of a checkpoint, as a `Slice` of unpacked numbers: quantised ones come out as float32."""
+_CHUNK = 1 << 16
+"""Numbers that are unpacked at once: what that takes beside the result does not grow with the weight, and stays in the
+processor's cache."""
 
-    def __init__(self, file: File, info: TensorInfo) -> None:
+
+class StoredWeight:
+    """One weight of a checkpoint, as a `Slice` of unpacked numbers: quantised ones come out as `dtype`."""
+
+    def __init__(self, file: File, info: TensorInfo, dtype: torch.dtype = torch.float32) -> None:
+        self.dtype = dtype
         self._info = info
         self._source = file.slice_of(info.stored_name)
         self._packing = Packing.of(info.dtype, _scale(file, info))
@@ -93,9 +101,21 @@ class StoredWeight:
             return self.stored(index)
         columns = self._columns(index)
         if columns is None or self._packing.holds_whole_blocks(columns, self._info.shape[-1]):
-            return self._packing.unpack(self.stored(index), torch.float32)
-        rows = self._packing.unpack(self.stored(index[:-1]), torch.float32)
-        return rows[..., columns]
+            return self._unpack(self._packing, self.stored(index))
+        return self._unpack(self._packing, self.stored(index[:-1]), columns)
+
+    def _unpack(self, packing: Packing, stored: Tensor, columns: slice | None = None) -> Tensor:
+        """The numbers of whole rows, or of these columns of them."""
+        if stored.ndim < 2:
+            return packing.unpack(stored, torch.float32).to(self.dtype)
+        numbers, size = packing.block
+        length = stored.shape[-1] // size * numbers
+        wanted = range(length)[columns or slice(None)]
+        result = torch.empty(*stored.shape[:-1], len(wanted), dtype=self.dtype)
+        step = max(1, _CHUNK * stored.shape[0] * stored.shape[-1] // (stored.numel() * length))
+        for rows, packed in zip(result.split(step), stored.split(step), strict=True):
+            rows.copy_(packing.unpack(packed, torch.float32)[..., columns or slice(None)])
+        return result
 
     def stored(self, index: Any) -> Tensor:
         """The same part in the bytes it is stored in; a part of a packed row must be whole blocks."""
@@ -133,7 +153,15 @@ class StoredWeight:
 
 
 def _scale(file: File, info: TensorInfo) -> float | None:
-    return float(file.slice_of(info.scale)[...].item()) if info.scale else None
+    if not info.scale:
+        return None
+    scale = float(file.slice_of(info.scale)[...].item())
+    if not math.isfinite(scale) or scale == 0:
+        raise UserError(
+            f"The scale {info.scale!r} in {info.file.name!r} is {scale}, with which its weights mean nothing. Use "
+            "another copy of the file."
+        )
+    return scale
 
 
 def from_files(checkpoint: Checkpoint) -> Iterator[tuple[str, StoredWeight]]:

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import torch
+from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
 from .. import upstream
@@ -19,13 +20,14 @@ from ..model_file import ModelSource
 from ..parallelize import Applied, apply_plan
 from ..parallelize.compiled import check_compiler, num_graphs
 from ..plan import RunMode
-from ..protocol import CheckMode, Forward, LoadTransformer, PlaceTransformer, Request
+from ..protocol import CheckMode, Forward, HoldTensors, LoadTransformer, PatchWeights, PlaceTransformer, Request
 from ..storage import Storage
 from .loading import LoadedTransformer, Part, Weights, load_transformer
 from .redivide import from_ranks
 from .shared_weights import is_shared, let_go
 from .store import StoredModel
 from .stored import from_files
+from .weight_patches import Division, ModelPatches, hold_tensors, patch_weights
 from .worker import Handler, Inputs, Result, Worker
 
 
@@ -60,15 +62,14 @@ def load(worker: Worker, request: LoadTransformer, tensors: Inputs) -> Result:
         family = family_named(request.family)
         weights = _weights_of(worker, request.source) if request.source else from_files
         storage = Storage(request.dtype, request.storage)
-        loaded = load_transformer(
-            source_of(request), family, storage, worker.device, _part_of(worker, request), weights
-        )
+        part = _part_of(worker, request)
+        loaded = load_transformer(source_of(request), family, storage, worker.device, part, weights)
         plan = _AppliedPlan(loaded, family)
         model = StoredModel(
             module=loaded.model,
             device=worker.device,
             close=plan.remove,
-            extra={"plan": plan, "tensor": request.tensor},
+            extra={"plan": plan, "tensor": request.tensor, "patches": _patches(worker, loaded, family, part)},
             on_host=request.offload,
         )
         worker.store.add(request.key, model, was_read=not request.source)
@@ -82,11 +83,26 @@ def source_of(request: LoadTransformer | PlaceTransformer) -> ModelSource:
 
 
 def _weights_of(worker: Worker, key: str) -> Weights:
-    """The weights of a model that is here in other parts."""
+    """The weights of a model that is here in other parts, without the patches that are on them."""
     model = worker.store.use(key)
-    degree: int = model.extra["tensor"]
-    mesh = worker.meshes.get((worker.world_size // degree, 1, 1, degree))
-    return from_ranks(model.extra["plan"].loaded, mesh.get_group("tensor"))
+    model.extra["patches"].apply([])
+    return from_ranks(model.extra["plan"].loaded, _tensor_group(worker, model.extra["tensor"]))
+
+
+def _tensor_group(worker: Worker, degree: int) -> ProcessGroup:
+    """The ranks that hold slices of the same weights as this one."""
+    return worker.meshes.get((worker.world_size // degree, 1, 1, degree)).get_group("tensor")
+
+
+def _patches(worker: Worker, loaded: LoadedTransformer, family: Family, part: Part) -> ModelPatches:
+    division = Division(
+        shards=loaded.shards,
+        tensor_group=lambda: _tensor_group(worker, part.tensor_degree),
+        tensor_rank=part.tensor_rank,
+        tensor_degree=part.tensor_degree,
+        shared_over=part.shared_over,
+    )
+    return ModelPatches(loaded.model, family, division, worker.device)
 
 
 def _part_of(worker: Worker, request: LoadTransformer) -> Part:
@@ -159,5 +175,7 @@ def _join(parts: list[torch.Tensor]) -> torch.Tensor:
 OPERATIONS: dict[str, tuple[type[Request], Handler]] = {
     CheckMode.operation: (CheckMode, check_mode),
     LoadTransformer.operation: (LoadTransformer, load),
+    PatchWeights.operation: (PatchWeights, patch_weights),
+    HoldTensors.operation: (HoldTensors, hold_tensors),
     Forward.operation: (Forward, forward),
 }

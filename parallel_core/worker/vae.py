@@ -153,8 +153,8 @@ def _pieces(
     weight = next(vae.parameters())
     with torch.inference_mode():
         return {
-            name: compute(piece.to(weight.device, weight.dtype)).cpu()
-            for name, piece in pieces.items()
+            name: compute(pieces[name].to(weight.device, weight.dtype)).cpu()
+            for name in pieces  # not items(): asking for a tensor copies it to the device
             if int(name) % worker.world_size == worker.rank
         }
 

@@ -34,29 +34,32 @@ class Inputs(Mapping[str, torch.Tensor]):
     """
 
     def __init__(self, refs: Mapping[str, TensorRef], look: Look, device: torch.device, cache: dict[int, Any]) -> None:
-        self._tensors = {name: self._place(ref, look, device, cache) for name, ref in refs.items()}
         self.refs = refs
+        self._look = look
+        self._device = device
+        self._cache = cache
         current = {ref.version for ref in refs.values()}
         for version in set(cache) - current:
             del cache[version]
 
-    @staticmethod
-    def _place(ref: TensorRef, look: Look, device: torch.device, cache: dict[int, Any]) -> torch.Tensor:
-        if device.type == "cpu" or ref.version == 0:
-            return look(ref).to(device)
-        if ref.version not in cache:
-            cache[ref.version] = look(ref).to(device)
-        placed: torch.Tensor = cache[ref.version]
+    def __getitem__(self, name: str) -> torch.Tensor:
+        ref = self.refs[name]
+        if self._device.type == "cpu" or ref.version == 0:
+            return self._look(ref).to(self._device)
+        if ref.version not in self._cache:
+            self._cache[ref.version] = self._look(ref).to(self._device)
+        placed: torch.Tensor = self._cache[ref.version]
         return placed
 
-    def __getitem__(self, name: str) -> torch.Tensor:
-        return self._tensors[name]
+    def on_host(self, name: str) -> torch.Tensor:
+        """A copy in host memory, to be kept."""
+        return self._look(self.refs[name]).clone()
 
     def __iter__(self) -> Any:
-        return iter(self._tensors)
+        return iter(self.refs)
 
     def __len__(self) -> int:
-        return len(self._tensors)
+        return len(self.refs)
 
 
 Handler = Callable[["Worker", Any, Inputs], Result]

@@ -12,10 +12,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from safetensors.torch import save_file
 
-from tests import tiny_qwen
+from tests import lora_files, tiny_qwen
 from tests.comfyui.broken_models import BROKEN, missing_tensor, write_broken
 from tests.comfyui.harness import REPOSITORY, Comfy, make_base
 from tests.comfyui.parity import PLANS
@@ -61,7 +59,7 @@ def rank_python() -> Path:
 
 @pytest.fixture(scope="session")
 def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A models folder: Flux with and without guidance, sharded, bare, large, broken; Qwen-Image; every Wan; a LoRA."""
+    """A models folder: Flux with and without guidance, sharded, bare, large, broken; Qwen-Image; every Wan; LoRAs."""
     models = tmp_path_factory.mktemp("models")
     diffusers = models / "diffusers"
     write_pipeline(diffusers / "tiny-flux")
@@ -78,10 +76,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for breaking in BROKEN:
         write_broken(diffusers / f"broken-{breaking.__name__}", diffusers / "tiny-flux", breaking)
     write_all_wan(diffusers)
-    (models / "loras").mkdir()
-    target = "transformer.transformer_blocks.0.attn.to_q"
-    lora = {f"{target}.lora_A.weight": torch.ones(4, 64), f"{target}.lora_B.weight": torch.ones(64, 4)}
-    save_file(lora, models / "loras" / "tiny-lora.safetensors")
+    lora_files.write_all(models / "loras")
     return models
 
 

@@ -183,6 +183,17 @@ class Comfy:
         chosen = {child: line for child, line in lines.items() if all(part in line for part in wanted)}
         return sorted(chosen, key=lambda child: (rank_number(chosen[child]), child))
 
+    def groups(self) -> list[dict[str, Any]]:
+        """What the status route tells about the mesh groups, once none of them is at work."""
+
+        def idle() -> tuple[list[dict[str, Any]]] | None:
+            found = self.client.get("/parallel_diffusion/status")["groups"]
+            found = [group for group in found if group["kind"] == "mesh"]
+            return None if any(group["busy"] for group in found) else (found,)
+
+        groups: list[dict[str, Any]] = wait_until(idle, seconds=30, what="idle ranks")[0]
+        return groups
+
     def free_until(self, condition: Callable[[], Any], *, seconds: float, what: str, free_memory: bool = False) -> None:
         """/free, until it has shown effect.
 
@@ -220,3 +231,11 @@ def resident_bytes(pid: int) -> int:
         if line.startswith("RssAnon:"):
             return int(line.split()[1]) * 1024
     raise AssertionError(f"no RssAnon in /proc/{pid}/status")
+
+
+def bytes_read(pid: int) -> int:
+    """Bytes that a process has read, from disk or cache; what it sees of a memory map does not count (proc(5), io)."""
+    for line in Path(f"/proc/{pid}/io").read_text().splitlines():
+        if line.startswith("rchar:"):
+            return int(line.split()[1])
+    raise AssertionError(f"no rchar in /proc/{pid}/io")

@@ -166,14 +166,6 @@ def test_patches_inside_the_blocks(comfy: Comfy, kind: str, name: str) -> None:
     refuses(comfy, graph, ksampler(graph, model, CASE), name)
 
 
-def test_a_lora(comfy: Comfy) -> None:
-    graph = Graph()
-    model = load_parallel(graph, NOT_STARTED)
-    lora = {"lora_name": "tiny-lora.safetensors", "strength_model": 1.0}
-    model = graph.add("LoraLoaderModelOnly", model=model, **lora)
-    refuses(comfy, graph, ksampler(graph, model, CASE), "LoRA")
-
-
 def test_an_option_of_a_node_we_do_not_know(comfy: Comfy) -> None:
     graph = Graph()
     model = load_parallel(graph, NOT_STARTED)

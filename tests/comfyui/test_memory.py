@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
 from tests.comfyui.broken_models import WEIGHTS, other_weights
 from tests.comfyui.graphs import Graph
-from tests.comfyui.harness import Comfy, resident_bytes, wait_until
+from tests.comfyui.harness import Comfy, bytes_read, mapped_files, resident_bytes, wait_until
 from tests.comfyui.parity import PLANS, load_parallel
 from tests.comfyui.workflows import Case, ksampler
+from tests.tiny_files import write_hollow
+from tests.tiny_models import family_of
 
 CASE = Case(name="memory", steps=1)
 LARGE = "hollow-flux"
@@ -36,14 +37,7 @@ def large_bytes(models: Path) -> int:
 
 def holdings(comfy: Comfy) -> list[tuple[int, int]]:
     """What the ranks' own ledgers say, model by model: bytes on the device, bytes in host memory."""
-
-    def ranks() -> list[dict[str, Any]] | None:
-        groups = comfy.client.get("/parallel_diffusion/status")["groups"]
-        groups = [group for group in groups if group["kind"] == "mesh"]
-        return None if any(group["busy"] for group in groups) else [rank for group in groups for rank in group["ranks"]]
-
-    answer = wait_until(lambda: (found,) if (found := ranks()) is not None else None, seconds=30, what="idle ranks")
-    models = [model for rank in answer[0] for model in rank["models"].values()]
+    models = [model for group in comfy.groups() for rank in group["ranks"] for model in rank["models"].values()]
     return [(model["device_bytes"], model["host_bytes"]) for model in models]
 
 
@@ -100,3 +94,24 @@ def test_comfyuis_own_process_holds_no_weights(comfy: Comfy, large_bytes: int) -
     before = comfy.state()["memory"]["VmRSS"]
     sample(comfy, LARGE)
     assert comfy.state()["memory"]["VmRSS"] < before + 0.1 * large_bytes
+
+
+@pytest.fixture
+def large_file(models: Path) -> Path:
+    """The large model as a single file, fused as ComfyUI has it."""
+    file = models / "diffusion_models" / f"{LARGE}.safetensors"
+    file.parent.mkdir(exist_ok=True)
+    return write_hollow(file, models / "diffusers" / LARGE / "transformer", family_of("flux"))
+
+
+def test_comfyuis_own_process_reads_headers_only(comfy: Comfy, large_file: Path) -> None:
+    pid = comfy.server.pid
+    assert pid is not None
+    sample(comfy, SMALL, "tensor 2")
+    memory, read = comfy.state()["memory"]["VmRSS"], bytes_read(pid)
+    graph = Graph()
+    model = load_parallel(graph, PLANS["tensor 2"], model=large_file.name, config_from=LARGE)
+    comfy.latents(graph, ksampler(graph, model, CASE))
+    assert bytes_read(pid) - read < 0.01 * large_file.stat().st_size
+    assert comfy.state()["memory"]["VmRSS"] - memory < 0.01 * large_file.stat().st_size, "nor by a memory map"
+    assert all(str(large_file) not in mapped_files(process) for process in (pid, *comfy.ranks(group_of=2)))

@@ -6,10 +6,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import load_file, save_file
 
+from parallel_core.errors import UserError
+from parallel_core.model_file import ModelSource
 from parallel_core.plan import RunMode
-from parallel_core.storage import TORCHAO_CHOICES
+from parallel_core.storage import TORCHAO_CHOICES, Storage
+from parallel_core.worker.loading import load_transformer
 from tests.ranks.gloo import RankFailed, run_on_ranks
+from tests.tiny_models import family_of
 
 NAMES = ("flux", "qwen", "wan", "wan-i2v", "wan-5b")
 LAYOUTS = ("original", "fp8", "fp8-e5m2", "old-scaled", "new-scaled", "gguf")
@@ -126,3 +132,14 @@ def test_what_is_packed_takes_less_memory_and_can_be_parked(root: Path, layout: 
     assert result["bytes"] <= most * result["unpacked_bytes"]
     assert result["same"]
     assert 0 <= result["distance"] < 0.2
+
+
+@pytest.mark.parametrize("scale", [0.0, float("nan"), float("inf")])
+def test_a_scale_that_means_nothing_is_refused(root: Path, tmp_path: Path, scale: float) -> None:
+    weights = load_file(file_of(root, "flux", "old-scaled"))
+    name = next(name for name in weights if name.endswith(".scale_weight"))
+    weights[name] = torch.tensor(scale)
+    file = tmp_path / "flux-old-scaled.safetensors"
+    save_file(weights, file)
+    with pytest.raises(UserError, match=f"scale '{name}' in '{file.name}'"):
+        load_transformer(ModelSource(file, root / "flux"), family_of("flux"), Storage("float32"), torch.device("cpu"))

@@ -342,7 +342,7 @@ def place(rank: int, world_size: int, folder: str, dtype: str, limits: dict[str,
         family.finish(placed.model(**inputs))
     return {
         "planned": placed.plan.bytes_per_device,
-        "host": placed.host_bytes,
+        "host": placed.outside.host_bytes,
         "loading": loading[0],
         "evaluating": evaluating[0],
         "mapped": mapped_lines(folder),

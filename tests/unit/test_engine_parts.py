@@ -74,7 +74,13 @@ class OneRank:
 
 def test_a_load_makes_room_and_says_so() -> None:
     asked: list[tuple[str, int]] = []
-    engine = Engine(Path(), environ={}, free_host=lambda device, size: asked.append((device, size)))
+    gpu = DeviceInfo(name="cuda:0", uuid="", token="0", total_bytes=20)
+    engine = Engine(
+        Path(),
+        environ={},
+        free_host=lambda device, size: asked.append((device, size)),
+        list_devices=lambda: (gpu,),
+    )
     engine.ledger.record(GROUP, "old", "flux transformer of big", {"cuda:0": 10})
     engine._make_room(OneRank(free=5), {"cuda:0": 8, "cpu:0": 8}, keep=())  # type: ignore[arg-type]
     assert asked == [("cuda:0", 8 + WORKSPACE_BYTES)], "only GPUs: CPU ranks share one memory"

@@ -135,7 +135,37 @@ class TestControlNet:
         return (_Residuals(),)
 
 
+class _Clip:
+    """A text encoder of one weight, for nodes that only change weights."""
+
+    def __init__(self) -> None:
+        self.cond_stage_model = self
+
+    def state_dict(self) -> dict[str, torch.Tensor]:
+        return {"clip_l.transformer.text_model.encoder.layers.0.mlp.fc1.weight": torch.ones(2, 2)}
+
+    def clone(self) -> _Clip:
+        return _Clip()
+
+    def add_patches(self, patches: dict[str, Any], strength: float) -> list[str]:
+        return [key for key in patches if key in self.state_dict()]
+
+
+class TestClip:
+    RETURN_TYPES = ("CLIP",)
+    FUNCTION = "build"
+    CATEGORY = "test"
+
+    @classmethod
+    def INPUT_TYPES(cls) -> dict[str, Any]:
+        return {"required": {}}
+
+    def build(self) -> tuple[Any]:
+        return (_Clip(),)
+
+
 NODES = {
+    "TestClip": TestClip,
     "TestConditioning": TestConditioning,
     "TestLatent": TestLatent,
     "TestMask": TestMask,

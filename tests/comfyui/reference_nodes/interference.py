@@ -96,6 +96,22 @@ class TestFreeMemory(_ModelNode):
         return (patched,)
 
 
+class TestUnloadModels:
+    """In the middle of a prompt ComfyUI takes all models off its devices; the latent passes through."""
+
+    RETURN_TYPES = ("LATENT",)
+    FUNCTION = "unload"
+    CATEGORY = "test"
+
+    @classmethod
+    def INPUT_TYPES(cls) -> dict[str, Any]:
+        return {"required": {"samples": ("LATENT",)}}
+
+    def unload(self, samples: dict[str, Any]) -> tuple[dict[str, Any]]:
+        comfy.model_management.unload_all_models()
+        return (samples,)
+
+
 class TestCountCalls(_ModelNode):
     """Counts the calls that reach the transformer (a step that EasyCache skips does not), and the rows of each."""
 
@@ -177,6 +193,7 @@ NODES = {
     "TestBlockPatch": TestBlockPatch,
     "TestSlow": TestSlow,
     "TestFreeMemory": TestFreeMemory,
+    "TestUnloadModels": TestUnloadModels,
     "TestCountCalls": TestCountCalls,
     "TestNewerComfyUI": TestNewerComfyUI,
     "TestTransformerOption": TestTransformerOption,
