@@ -10,14 +10,14 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # malloc.h
-_APART = 1 << 20
+_APART = 256 << 10
 _USUAL = 32 << 20
 """What glibc's own, growing threshold arrives at after a few large blocks (mallopt(3))."""
 
 
 @contextmanager
 def large_blocks_apart() -> Iterator[None]:
-    """Meanwhile every block of 1 MB or more is a mapping of its own, which goes back to the system when it is freed.
+    """Meanwhile every block of 256 KB or more is a mapping of its own, which goes back to the system when it is freed.
 
     Otherwise weights come to lie between the holes that freed intermediate tensors leave, too small for the next ones:
     to unpack a scaled fp8 file to bfloat16 over two tensor ranks took 2.2 x what was then held. Not all the time: to
