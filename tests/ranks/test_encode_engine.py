@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
+import time
 import types
 from collections.abc import Iterator
 from dataclasses import replace
@@ -245,7 +246,11 @@ def test_cancel_before_encoding(engine: Engine, sliced: TextModel) -> None:
 def test_a_rank_that_died_is_replaced(engine: Engine, sliced: TextModel) -> None:
     expected = run(engine, sliced, keep_loaded=True)
     starts = engine.num_starts
-    os.kill(engine.group(sliced.group).links[1].process.pid, signal.SIGKILL)
+    group = engine.group(sliced.group)
+    os.kill(group.links[1].process.pid, signal.SIGKILL)
+    limit = time.monotonic() + 10
+    while not group.ended_ranks() and time.monotonic() < limit:
+        time.sleep(0.01)
     again = run(engine, sliced)
     assert engine.num_starts == starts + 1
     assert torch.equal(again.prompts[0]["cross_attn"], expected.prompts[0]["cross_attn"])
