@@ -12,7 +12,7 @@ from math import gcd
 from pathlib import Path
 from typing import Any
 
-from .checkpoint import LOADABLE_DTYPES, Checkpoint, check_loadable, fingerprint, read_checkpoint, read_json
+from .checkpoint import Checkpoint, check_loadable, fingerprint, read_checkpoint, read_json
 from .errors import UserError
 from .text_spec import TextFamily, TextPart, TextPlace
 
@@ -40,15 +40,19 @@ class EncoderSource:
     tokenizer: TokenizerSource
 
     @property
+    def is_quantised(self) -> bool:
+        """Whether some weights are stored in fp8."""
+        return any(info.is_quantised for info in self.checkpoint.tensors.values())
+
+    @property
     def dtype(self) -> str:
         """What the weights are held in: theirs, or bfloat16 for quantised ones, which are unpacked as they are read."""
-        return self.checkpoint.dtype if self.checkpoint.dtype in LOADABLE_DTYPES else "bfloat16"
+        return "bfloat16" if self.is_quantised else self.checkpoint.dtype
 
     @property
     def num_bytes(self) -> int:
         """Of the weights as they are held."""
-        quantised = any(info.is_quantised for info in self.checkpoint.tensors.values())
-        return self.checkpoint.num_elements * 2 if quantised else self.checkpoint.num_bytes
+        return self.checkpoint.num_elements * 2 if self.is_quantised else self.checkpoint.num_bytes
 
     @property
     def is_file(self) -> bool:

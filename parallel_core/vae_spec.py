@@ -128,21 +128,25 @@ def _image_sizes(checkpoint: Checkpoint) -> tuple[int, int, int]:
     return latent_channels, int(checkpoint.config.get("out_channels", 3)), 2 ** (len(blocks) - 1)
 
 
+_HALVINGS = [False, True, True]
+"""Where these VAEs halve time: what diffusers calls temperal_downsample."""
+
+
 def _video_sizes(checkpoint: Checkpoint) -> tuple[int, int, int]:
     config, name = checkpoint.config, checkpoint.folder.name
-    patch = int(config.get("patch_size") or 1)
-    channels = int(config.get("in_channels", config.get("input_channels", 3))) // patch**2
-    if channels != 3:
+    patch = config.get("patch_size") or 1
+    channels, latent_channels = config.get("in_channels", config.get("input_channels", 3)), config.get("z_dim", 16)
+    if not all(type(number) is int and number > 0 for number in (patch, channels, latent_channels)):
+        raise UserError(f"{name}/config.json has no usable patch_size, in_channels or z_dim.")
+    if channels != 3 * patch**2:
         raise UserError(
-            f"{name!r} has {channels} channels per pixel; only VAEs with 3 (red, green, blue) run here. Use ComfyUI's "
-            "own Load VAE."
+            f"{name!r} has {channels // patch**2} channels per pixel; only VAEs with 3 (red, green, blue) run here. "
+            "Use ComfyUI's own Load VAE."
         )
-    halvings = config.get("temperal_downsample", [False, True, True])
-    if len(halvings) != 3 or sum(map(bool, halvings)) != 2:
-        raise UserError(
-            f"{name!r} has temperal_downsample {halvings}; only VAEs with 4 frames and 8 pixels per cell run."
-        )
-    return int(config.get("z_dim", 16)), channels, 8 * patch
+    halvings = config.get("temperal_downsample", _HALVINGS)
+    if halvings != _HALVINGS:
+        raise UserError(f"{name!r} has temperal_downsample {halvings}; only VAEs with {_HALVINGS} run.")
+    return latent_channels, 3, 2 ** len(_HALVINGS) * patch
 
 
 def _default_dtype(checkpoint: Checkpoint) -> str:

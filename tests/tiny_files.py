@@ -58,8 +58,9 @@ def write_hollow(file: Path, folder: Path, family: Family) -> Path:
 
 
 def is_matrix(name: str, tensor: Tensor) -> bool:
-    """What converters quantise: the linear layers of the blocks."""
-    return tensor.ndim == 2 and name.endswith(".weight") and "blocks." in name
+    """What converters quantise: the linear layers of the blocks, of text encoders too."""
+    inside = any(part in name for part in ("blocks.", ".block.", "layers."))
+    return tensor.ndim == 2 and name.endswith(".weight") and inside and "relative_attention_bias" not in name
 
 
 def plain_fp8(weights: Weights, dtype: torch.dtype = torch.float8_e4m3fn) -> Weights:
@@ -146,12 +147,12 @@ def write_file(file: Path, folder: Path, family: Family, layout: str) -> Path:
     else:
         weights = FORMATS[layout](original_weights(folder, family))
     if layout == "metadata-scaled":
-        weights, metadata = _described_in_metadata(weights)
+        weights, metadata = described_in_metadata(weights)
     save_file({name: tensor.contiguous() for name, tensor in weights.items()}, file, metadata=metadata)
     return file
 
 
-def _described_in_metadata(weights: Weights) -> tuple[Weights, dict[str, str]]:
+def described_in_metadata(weights: Weights) -> tuple[Weights, dict[str, str]]:
     """ComfyUI's entries in the file's header in place of tensors."""
     layers = {name.removesuffix(".comfy_quant") for name in weights if name.endswith(".comfy_quant")}
     entries = {"format_version": "1.0", "layers": {layer: {"format": "float8_e4m3fn"} for layer in sorted(layers)}}

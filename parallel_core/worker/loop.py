@@ -136,6 +136,8 @@ def _set_up_logging(config: RankConfig) -> _LogCollector:
     )
     collector = _LogCollector()
     logging.getLogger().addHandler(collector)
+    # diffusers imports it wherever it is installed, and it warns of each kernel for another GPU that it cannot load
+    logging.getLogger("torchao").setLevel(logging.ERROR)
     return collector
 
 

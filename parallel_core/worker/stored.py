@@ -76,8 +76,9 @@ def open_file(path: Path, stack: ExitStack) -> File:
     return _Gguf(path, stack) if path.suffix == ".gguf" else _Safetensors(path, stack)
 
 
-_CHUNK = 1 << 20
-"""Numbers that are unpacked at once: what that takes beside the result does not grow with the weight."""
+_CHUNK = 1 << 15
+"""Numbers that are unpacked at once: what that takes beside the result does not grow with the weight, and stays in the
+processor's cache."""
 
 
 class StoredWeight:
@@ -111,6 +112,8 @@ class StoredWeight:
         length = stored.shape[-1] // size * numbers
         wanted = range(length)[columns or slice(None)]
         result = torch.empty(*stored.shape[:-1], len(wanted), dtype=self.dtype)
+        if not result.numel():  # a rank's part of shared weights can be nothing
+            return result
         step = max(1, _CHUNK * stored.shape[0] * stored.shape[-1] // (stored.numel() * length))
         for rows, packed in zip(result.split(step), stored.split(step), strict=True):
             rows.copy_(packing.unpack(packed, torch.float32)[..., columns or slice(None)])

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 import shutil
+import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
@@ -161,8 +162,7 @@ def _load_tokenizer(source: TokenizerSource, model: str) -> Any:
 
 def _unpacked_sentencepiece(source: TokenizerSource) -> Path:
     """A folder with the file's SentencePiece model under the name that transformers looks for."""
-    folder = Path.cwd() / f"tokenizer-{source.path.stem}"
-    folder.mkdir(exist_ok=True)
+    folder = Path(tempfile.mkdtemp(prefix="tokenizer-", dir=Path.cwd()))  # the ranks of a group share their folder
     with safe_open(source.path, framework="pt") as file:
         (folder / "spiece.model").write_bytes(file.get_tensor(source.tensor).numpy().tobytes())
     return folder

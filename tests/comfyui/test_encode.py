@@ -118,7 +118,8 @@ def kept_models(comfy: Comfy) -> list[str]:
         ({"max_memory": "0=16GB"}, "'0=16GB', which is not 'device:size'"),
         ({"max_memory": "gpu:16GB"}, "max_memory names device 'gpu', but this group has cpu:0, cpu:1"),
         ({"max_sequence_length": 513}, "513"),
-        ({"placement": "tensor"}, "placement is 'tensor'; expected one of balanced"),
+        ({"placement": "sliced"}, "placement is 'sliced'; expected one of balanced, auto, sequential, single, tensor"),
+        ({"placement": "tensor", "max_memory": "0:1GB"}, "max_memory has no meaning with placement 'tensor'"),
     ],
 )
 def test_wrong_input_is_refused_before_anything_is_loaded(comfy: Comfy, inputs: dict[str, Any], words: str) -> None:

@@ -75,7 +75,7 @@ def test_decode_and_encode_are_comfyuis(comfy: Comfy, frames: int) -> None:
     assert largest(ours, theirs) <= TOLERANCE * float(theirs.abs().max())
 
 
-@pytest.mark.parametrize("temporal", [8, 64])
+@pytest.mark.parametrize("temporal", [8, pytest.param(64, marks=pytest.mark.full)])
 def test_tiles_over_time_height_and_width_are_comfyuis(comfy: Comfy, temporal: int) -> None:
     tiles = {**TILES, "temporal_size": temporal}
     theirs = decoded(comfy, reference, "VAEDecodeTiled", tiles, frames=5)

@@ -63,7 +63,7 @@ def place(rank: int, world_size: int, file: str, weight_dtype: str, limits: dict
         placed = place_transformer(source, FLUX, storage, ("cpu:0",), limits)
     placed.model(**make_inputs("flux", placed.model, {"text": 4, "size": [2, 2]}, storage.dtype))
     return {
-        "held": _held_bytes(placed.model) + placed.host_bytes,
+        "held": _held_bytes(placed.model) + placed.outside.host_bytes,
         "peak": growth[0],
         "homes": sorted(placed.plan.bytes_per_device),
         "mapped": mapped_lines(file),

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import os
+import signal
 import sys
+import time
+import types
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +17,12 @@ import torch
 from diffusers import FluxPipeline
 
 from parallel_core.engine import Engine
+from parallel_core.engine.group import GroupKey
 from parallel_core.engine.text import TextModel, encode
-from parallel_core.errors import RankUserError, UserError
+from parallel_core.errors import Cancelled, RankUserError, UserError
 from parallel_core.families.text_registry import TEXT_FAMILIES
 from parallel_core.text_source import read_text_source
-from tests.tiny_text import build_t5, write_text
+from tests.tiny_text import build_t5, write_text, write_wan_text
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 RANKS = ("cpu:0", "cpu:1")
@@ -175,3 +180,100 @@ def test_room_is_asked_for_where_the_placement_puts_weights() -> None:
     assert shares("sequential", (8, 24)) == [8.0, 1.8]
     assert shares("auto", (8, 24)) == [0.0, 9.8]
     assert shares("single", (8, 24), cuda_1=4 * GB) == [8.0, 0.0]
+
+
+# ----- slices, on a mesh group -----
+
+
+@pytest.fixture
+def sliced(engine: Engine, tmp_path: Path) -> TextModel:
+    return model_of(write_wan_text(tmp_path / "tiny-wan"), "tensor")
+
+
+def ranks_of(engine: Engine, model: TextModel) -> list[dict[str, Any]]:
+    """Each rank's own account, after the releases that are due."""
+    engine.group(model.group)
+    (group,) = (found for found in engine.status() if found["kind"] == "mesh")
+    return list(group["ranks"])
+
+
+def test_slices_come_from_one_rank_per_device(engine: Engine, sliced: TextModel) -> None:
+    encoded = run(engine, sliced)
+    whole = run(engine, model_of(Path(sliced.source.place.folder)))
+    for ours, expected in zip(encoded.prompts, whole.prompts, strict=True):
+        torch.testing.assert_close(ours["cross_attn"], expected["cross_attn"], rtol=0, atol=1e-5)
+    assert encoded.placement.startswith("text_encoder in slices over 2 ranks; ")
+    assert [rank["models"] for rank in ranks_of(engine, sliced)] == [{}, {}]
+
+
+def test_kept_slices_are_parked_and_come_back_without_being_read(engine: Engine, sliced: TextModel) -> None:
+    expected = run(engine, sliced, keep_loaded=True)
+    before = ranks_of(engine, sliced)
+    held = [rank["models"][sliced.key]["device_bytes"] for rank in before]
+    assert held[0] == held[1] and sum(held) < 1.2 * sliced.source.total_bytes
+    engine.park(sliced)
+    for rank in ranks_of(engine, sliced):
+        assert rank["models"][sliced.key] == {"device_bytes": 0, "host_bytes": held[0]}
+    again = run(engine, sliced)
+    assert [rank["num_loads"] for rank in ranks_of(engine, sliced)] == [rank["num_loads"] for rank in before]
+    assert torch.equal(again.prompts[0]["cross_attn"], expected.prompts[0]["cross_attn"])
+    assert [rank["models"] for rank in ranks_of(engine, sliced)] == [{}, {}]
+
+
+def test_another_placement_of_the_same_devices_takes_the_place(engine: Engine, sliced: TextModel) -> None:
+    whole = model_of(Path(sliced.source.place.folder))
+    run(engine, whole, keep_loaded=True)
+    run(engine, sliced, keep_loaded=True)
+    assert stored_models(engine) == {sliced.key}
+    run(engine, whole, keep_loaded=True)
+    assert stored_models(engine) == {whole.key}
+    run(engine, whole)
+
+
+def stored_models(engine: Engine) -> set[str]:
+    for kind in ("mesh", "placement"):
+        engine.group(GroupKey(devices=RANKS, kind=kind))  # carries out the releases that are due
+    return {key for group in engine.status() for rank in group["ranks"] for key in rank["models"]}
+
+
+def test_cancel_before_encoding(engine: Engine, sliced: TextModel) -> None:
+    with pytest.raises(Cancelled, match="Cancelled after loading text encoders of tiny-wan"):
+        run(engine, sliced, poll=lambda: True)
+    assert [rank["models"] for rank in ranks_of(engine, sliced)] == [{}, {}]
+    assert run(engine, sliced).prompts[0]["cross_attn"].shape == (1, 64, 32)
+
+
+def test_a_rank_that_died_is_replaced(engine: Engine, sliced: TextModel) -> None:
+    expected = run(engine, sliced, keep_loaded=True)
+    starts = engine.num_starts
+    group = engine.group(sliced.group)
+    os.kill(group.links[1].process.pid, signal.SIGKILL)
+    limit = time.monotonic() + 10
+    while not group.ended_ranks() and time.monotonic() < limit:
+        time.sleep(0.01)
+    again = run(engine, sliced)
+    assert engine.num_starts == starts + 1
+    assert torch.equal(again.prompts[0]["cross_attn"], expected.prompts[0]["cross_attn"])
+
+
+def test_slices_that_do_not_come_out_even_start_nothing(tmp_path: Path) -> None:
+    engine = Engine(REPOSITORY, environ=os.environ)
+    source = read_text_source(write_wan_text(tmp_path / "wan"), TEXT_FAMILIES)
+    devices = ("cpu:0", "cpu:1", "cpu:2")
+    model = TextModel(devices=devices, source=source, placement="tensor", limits=(), capacities=(GB,) * 3)
+    with pytest.raises(UserError, match="over 3 ranks does not fit UMT5"):
+        run(engine, model)
+    with pytest.raises(UserError, match="max_memory has no meaning with placement 'tensor'"):
+        run(engine, replace(model, devices=RANKS, limits=(("cpu:0", 1000),)))
+    assert engine.num_starts == 0
+
+
+def test_room_for_slices() -> None:
+    encoder = types.SimpleNamespace(num_bytes=8 * GB)
+    source = types.SimpleNamespace(
+        encoders={"big": encoder, "small": types.SimpleNamespace(num_bytes=GB)},
+        divided_parts=lambda ranks: (types.SimpleNamespace(encoder="big"),),
+    )
+    devices = ("cuda:0", "cuda:1")
+    model = TextModel(devices=devices, source=source, placement="tensor", limits=(), capacities=(24 * GB,) * 2)  # type: ignore[arg-type]
+    assert model.estimated_bytes() == {"cuda:0": 5 * GB, "cuda:1": 5 * GB}

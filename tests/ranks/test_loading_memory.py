@@ -14,7 +14,7 @@ FILES = {
     "new-scaled.safetensors": "new-scaled",
     "model.gguf": "gguf",
 }
-MOST = 1.15
+MOST = 1.3
 """Of what is held then. The largest weight is a twentieth of a rank's part."""
 
 

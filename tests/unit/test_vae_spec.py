@@ -90,6 +90,25 @@ def test_refuses_a_config_without_sizes(tmp_path: Path) -> None:
         read_vae(write_folder(tmp_path / "vae", block_out_channels=[]))
 
 
+@pytest.mark.parametrize(
+    ("field", "message"),
+    [
+        ({"input_channels": 4}, "has 4 channels per pixel; only VAEs with 3"),
+        ({"z_dim": "16"}, "no usable patch_size, in_channels or z_dim"),
+        ({"patch_size": [2]}, "no usable patch_size, in_channels or z_dim"),
+        ({"temperal_downsample": [True, True]}, r"has temperal_downsample \[True, True\]"),
+        ({"temperal_downsample": 4}, "has temperal_downsample 4"),
+    ],
+)
+def test_refuses_a_video_vae_of_other_sizes(tmp_path: Path, field: dict[str, object], message: str) -> None:
+    sound = write_folder(tmp_path / "sound", _class_name="AutoencoderKLQwenImage")
+    spec = read_vae(sound)
+    assert (spec.latent_channels, spec.image_channels, spec.scale, spec.temporal) == (16, 3, 8, 4)
+    folder = write_folder(tmp_path / "vae", _class_name="AutoencoderKLQwenImage", **field)
+    with pytest.raises(UserError, match=message):
+        read_vae(folder)
+
+
 def spec() -> VaeSpec:
     return VaeSpec(
         folder="/models/flux/vae",
