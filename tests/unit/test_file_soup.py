@@ -1,4 +1,4 @@
-"""Whatever values a header or a config has: the file is read, or refused by one clear error. Bytes: test_wrong_bytes."""
+"""Whatever values a header or a config has: the file is read, or refused by one clear error."""
 
 from __future__ import annotations
 
