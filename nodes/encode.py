@@ -11,12 +11,12 @@ from ..parallel_core.families.text_registry import TEXT_FAMILIES
 from ..parallel_core.plan import ParallelPlan
 from ..parallel_core.text_source import TextSource, read_text_source
 from .encoding import encode_prompts, placement_input, prompt_inputs, prompt_outputs, setting_inputs
-from .listing import find_model, list_models
+from .listing import find_folder, list_folders
 
 
 def inspect_source(model_name: str) -> TextSource:
     """The chosen folder's encoders, checked from json files and headers."""
-    return read_text_source(find_model(model_name, "text_encoder"), TEXT_FAMILIES)
+    return read_text_source(find_folder(model_name, "text_encoder"), TEXT_FAMILIES)
 
 
 class EncodeOnDeviceMap(io.ComfyNode):
@@ -33,7 +33,7 @@ class EncodeOnDeviceMap(io.ComfyNode):
             inputs=[
                 io.Combo.Input(
                     "model_name",
-                    options=list_models("text_encoder"),
+                    options=list_folders("text_encoder"),
                     tooltip="A diffusers folder in models/diffusers with its text encoder(s) and tokenizer(s): FLUX.1, "
                     "Qwen-Image, Wan.",
                 ),

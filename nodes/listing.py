@@ -24,61 +24,37 @@ def _roots() -> list[Path]:
     return [*map(Path, folder_paths.get_folder_paths("diffusers")), _EXAMPLES]
 
 
-def list_transformers() -> list[str]:
-    """Names of diffusers folders with a transformer, then of the files in models/diffusion_models, then of those in
-    models/checkpoints with "checkpoints/" before them."""
-    folders = list_models("transformer")
-    files = [name for name in list_files("diffusion_models", _TRANSFORMER_FILES) if name not in folders]
-    return [*folders, *files, *(_CHECKPOINTS + name for name in list_files("checkpoints"))]
-
-
-def find_transformer(name: str) -> Path:
-    """The folder or the file of a listed name; anything else is refused."""
-    folder = _folders("transformer").get(name)
-    if folder is not None:
-        return folder
-    if name.startswith(_CHECKPOINTS):
-        file = find_file("checkpoints", name.removeprefix(_CHECKPOINTS))
-    else:
-        file = find_file("diffusion_models", name, _TRANSFORMER_FILES)
-    if file is None:
-        there = ", ".join(map(repr, list_transformers()[:8])) or "none"
-        raise UserError(
-            f"model_name {name!r} is neither a model folder with a transformer in models/diffusers nor a file in "
-            f"models/diffusion_models or models/checkpoints. There: {there}. Reload the page (R) if you have just "
-            "added it."
-        )
-    return file
-
-
-def list_vaes() -> list[str]:
-    """Names of diffusers folders with a VAE, then of the files in models/vae, then of those in models/checkpoints."""
-    folders = list_models("vae")
-    files = [name for name in list_files("vae") if name not in folders]
-    return [*folders, *files, *(_CHECKPOINTS + name for name in list_files("checkpoints"))]
-
-
-def find_vae(name: str) -> Path:
-    """The folder or the file of a listed name; anything else is refused."""
-    folder = _folders("vae").get(name)
-    if folder is not None:
-        return folder
-    is_checkpoint = name.startswith(_CHECKPOINTS)
-    file = find_file("checkpoints", name.removeprefix(_CHECKPOINTS)) if is_checkpoint else find_file("vae", name)
-    if file is None:
-        there = ", ".join(map(repr, list_vaes()[:8])) or "none"
-        raise UserError(
-            f"model_name {name!r} is neither a model folder with a vae in models/diffusers nor a file in models/vae or "
-            f"models/checkpoints. There: {there}. Reload the page (R) if you have just added it."
-        )
-    return file
-
-
 _CHECKPOINTS = "checkpoints/"
-_TRANSFORMER_FILES = (*SAFETENSORS, ".gguf")
+_FILES = {"transformer": ("diffusion_models", (*SAFETENSORS, ".gguf")), "vae": ("vae", SAFETENSORS)}
+"""Where the single files of a component lie, and their suffixes."""
 
 
 def list_models(component: str) -> list[str]:
+    """Names of the diffusers folders with a "transformer" or a "vae", then of the component's single files, then of the
+    files in models/checkpoints with "checkpoints/" before them."""
+    folders = list_folders(component)
+    files = [name for name in list_files(*_FILES[component]) if name not in folders]
+    return [*folders, *files, *(_CHECKPOINTS + name for name in list_files("checkpoints"))]
+
+
+def find_model(name: str, component: str) -> Path:
+    """The folder or the file of a listed name; anything else is refused, so no path outside the model folders can be
+    named."""
+    category, suffixes = _FILES[component]
+    found = _folders(component).get(name)
+    if found is None and name.startswith(_CHECKPOINTS):
+        found = find_file("checkpoints", name.removeprefix(_CHECKPOINTS))
+    elif found is None:
+        found = find_file(category, name, suffixes)
+    if found is None:
+        raise UserError(
+            f"model_name {name!r} is neither a model folder with a {component} in models/diffusers nor a file in "
+            f"models/{category} or models/checkpoints. {_there(list_models(component))}"
+        )
+    return found
+
+
+def list_folders(component: str) -> list[str]:
     """Names, relative to `models/diffusers`, of the pipeline folders with this component and of bare component folders.
 
     `component`: "transformer", "vae" or "text_encoder". A pipeline with two transformers (Wan 2.2) is there twice: by
@@ -87,16 +63,18 @@ def list_models(component: str) -> list[str]:
     return list(_folders(component))
 
 
-def find_model(name: str, component: str) -> Path:
-    """The folder of a listed name; anything else is refused, so no path outside the model folders can be named."""
+def find_folder(name: str, component: str) -> Path:
+    """The folder of a listed name; anything else is refused."""
     folders = _folders(component)
     if name not in folders:
-        there = ", ".join(map(repr, list(folders)[:8])) or "none"
         raise UserError(
-            f"model_name {name!r} is not a model folder with a {component} in models/diffusers. There: {there}. "
-            "Reload the page (R) if you have just added it."
+            f"{name!r} is not a model folder with a {component} in models/diffusers. {_there(list(folders))}"
         )
     return folders[name]
+
+
+def _there(names: list[str]) -> str:
+    return f"There: {', '.join(map(repr, names[:8])) or 'none'}. Reload the page (R) if you have just added it."
 
 
 def _folders(component: str) -> dict[str, Path]:

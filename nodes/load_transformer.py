@@ -27,7 +27,7 @@ from ..parallel_core.storage import (
     choose_storage,
     is_block_matrix,
 )
-from .listing import find_model, find_transformer, list_models, list_transformers
+from .listing import find_folder, find_model, list_folders, list_models
 from .parallel_config import ParallelConfigType, default_plan
 from .remote_model import build_model
 from .runtime import engine, say
@@ -40,8 +40,8 @@ PRESET = "preset"
 
 def inspect_model(model_name: str, config_from: str = PRESET) -> tuple[Checkpoint, Family]:
     """What the chosen folder or file holds, fully checked from its headers."""
-    folder = None if config_from == PRESET else component_folder(find_model(config_from, "transformer"), "transformer")
-    return read_transformer(ModelSource(find_transformer(model_name), folder))
+    folder = None if config_from == PRESET else component_folder(find_folder(config_from, "transformer"), "transformer")
+    return read_transformer(ModelSource(find_model(model_name, "transformer"), folder))
 
 
 def make_remote(model_name: str, weight_dtype: str, plan: ParallelPlan, config_from: str = PRESET) -> RemoteTransformer:
@@ -158,7 +158,7 @@ class LoadParallelTransformer(io.ComfyNode):
             inputs=[
                 io.Combo.Input(
                     "model_name",
-                    options=list_transformers(),
+                    options=list_models("transformer"),
                     tooltip="FLUX.1, Qwen-Image (also Edit) or Wan: a diffusers folder in models/diffusers, a file in "
                     "models/diffusion_models (safetensors or GGUF), or a whole checkpoint in models/checkpoints.",
                 ),
@@ -177,7 +177,7 @@ class LoadParallelTransformer(io.ComfyNode):
                 ),
                 io.Combo.Input(
                     "config_from",
-                    options=[PRESET, *list_models("transformer")],
+                    options=[PRESET, *list_folders("transformer")],
                     default=PRESET,
                     optional=True,
                     tooltip="For single files: what their headers do not show comes from a preset for the kind of "

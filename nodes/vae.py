@@ -12,7 +12,7 @@ from ..parallel_core.engine.vae import RemoteVae, VaeModel
 from ..parallel_core.errors import UserError
 from ..parallel_core.plan import ParallelPlan
 from ..parallel_core.vae_spec import DTYPES, TileSize, VaeSpec, read_vae
-from .listing import find_vae, list_vaes
+from .listing import find_model, list_models
 from .parallel_config import ParallelConfigType, default_plan
 from .remote_vae import RemoteVAE
 from .remote_video_vae import RemoteVideoVAE
@@ -23,7 +23,7 @@ _MAX_SIZE = 4096
 
 def inspect_vae(model_name: str, dtype: str) -> VaeSpec:
     """The VAE of the chosen folder or file, checked from its config and headers."""
-    return read_vae(find_vae(model_name), dtype)
+    return read_vae(find_model(model_name, "vae"), dtype)
 
 
 def describe(spec: VaeModel) -> str:
@@ -50,7 +50,7 @@ class LoadParallelVAE(io.ComfyNode):
             inputs=[
                 io.Combo.Input(
                     "model_name",
-                    options=list_vaes(),
+                    options=list_models("vae"),
                     tooltip="The VAE of FLUX, Stable Diffusion, Wan or Qwen-Image: a diffusers folder in "
                     "models/diffusers, a file in models/vae, or a whole checkpoint in models/checkpoints.",
                 ),
