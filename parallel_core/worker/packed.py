@@ -160,14 +160,16 @@ class _MetaBytes:
 
 
 class _Cast:
-    """The bytes of a plain weight that is cast to fp8, without a scale, as ComfyUI does."""
+    """The bytes of a plain weight that is cast to fp8, without a scale, as ComfyUI does; what is beyond fp8's range
+    becomes its largest number (a cast alone would make it no number at all)."""
 
     def __init__(self, source: Slice, packing: Packing) -> None:
         self._source = source
         self._dtype = getattr(torch, packing.kind)
 
     def __getitem__(self, index: Any) -> Tensor:
-        return self._source[index].to(self._dtype).view(torch.uint8)
+        most = torch.finfo(self._dtype).max
+        return self._source[index].clamp(-most, most).to(self._dtype).view(torch.uint8)
 
     def get_shape(self) -> list[int]:
         """As the weight's."""

@@ -10,9 +10,9 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from parallel_core.errors import UserError
-from parallel_core.model_file import ModelSource
+from parallel_core.model_file import ModelSource, read_transformer
 from parallel_core.plan import RunMode
-from parallel_core.storage import TORCHAO_CHOICES, Storage
+from parallel_core.storage import TORCHAO_CHOICES, Storage, choose_storage
 from parallel_core.worker.loading import load_transformer
 from tests.ranks.gloo import RankFailed, run_on_ranks
 from tests.tiny_models import family_of
@@ -143,3 +143,19 @@ def test_a_scale_that_means_nothing_is_refused(root: Path, tmp_path: Path, scale
     save_file(weights, file)
     with pytest.raises(UserError, match=f"scale '{name}' in '{file.name}'"):
         load_transformer(ModelSource(file, root / "flux"), family_of("flux"), Storage("float32"), torch.device("cpu"))
+
+
+@pytest.mark.parametrize("kind", ["fp8_e4m3fn", "fp8_e5m2"])
+def test_numbers_beyond_the_range_of_fp8_become_its_largest(root: Path, tmp_path: Path, kind: str) -> None:
+    weights = load_file(file_of(root, "flux", "original"))
+    name = "double_blocks.0.img_mlp.0.weight"
+    weights[name][0, :2] = torch.tensor([1e6, -1e6])
+    file = tmp_path / "flux-original.safetensors"
+    save_file(weights, file)
+    source = ModelSource(file, root / "flux")
+    storage = choose_storage(read_transformer(source)[0], kind)
+    model = load_transformer(source, family_of("flux"), storage, torch.device("cpu")).model
+    made = model.get_submodule("transformer_blocks.0.ff.net.0.proj").unpacked()
+    most = torch.finfo(getattr(torch, storage.kind)).max
+    assert made[0, :2].tolist() == [most, -most]
+    assert made.isfinite().all()
