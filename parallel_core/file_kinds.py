@@ -8,7 +8,10 @@ from __future__ import annotations
 from collections.abc import Iterable
 from fnmatch import fnmatchcase
 
-_KINDS: tuple[tuple[str, tuple[str, ...]], ...] = (
+Kinds = tuple[tuple[str, tuple[str, ...]], ...]
+"""What a file is called, and globs of names of which one tells."""
+
+_KINDS: Kinds = (
     ("a LoRA", ("*lora_A*", "*lora_B*", "*lora_down*", "*lora_up*", "*.hada_w1_a", "*.lokr_w1*", "*.diff_b")),
     ("a ControlNet", ("controlnet_*", "*input_hint_block.*", "zero_convs.*", "control_model.*")),
     ("an SD 1.x, SD 2.x or SDXL checkpoint (a U-Net)", ("*input_blocks.*", "down_blocks.*.resnets.*")),
@@ -28,13 +31,18 @@ _KINDS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("an upscaler", ("*conv_first.*", "*body.*.rdb*", "*RRDB*")),
     ("an embedding", ("emb_params", "string_to_param*", "clip_l", "clip_g")),
 )
-"""What it is called, and globs of names of which one tells. The first kind that fits is named."""
+"""The first kind that fits is named."""
 
 
 def known_kind(names: Iterable[str]) -> str:
     """What a file with tensors of these names is called; "" where it is not known."""
+    return find_kind(_KINDS, names)
+
+
+def find_kind(kinds: Kinds, names: Iterable[str]) -> str:
+    """The first of `kinds` of which a glob fits one of the names; "" for none."""
     names = tuple(names)
-    return next((kind for kind, globs in _KINDS if _any_match(names, globs)), "")
+    return next((kind for kind, globs in kinds if any(fnmatchcase(n, glob) for n in names for glob in globs)), "")
 
 
 def describe_file(names: Iterable[str]) -> str:
@@ -46,11 +54,6 @@ def describe_file(names: Iterable[str]) -> str:
     if not names:
         return "It holds no tensors at all."
     return f"What it holds is not known: {len(names)} tensors such as {', '.join(map(repr, names[:3]))}."
-
-
-def _any_match(names: Iterable[str], globs: Iterable[str]) -> bool:
-    globs = tuple(globs)
-    return any(fnmatchcase(name, glob) for name in names for glob in globs)
 
 
 _PICKLE = (

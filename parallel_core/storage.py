@@ -51,11 +51,9 @@ SUPPORT: dict[str, dict[str, str]] = {
 }
 """What is held -> what is asked of it -> whether that works. Replicas work with everything."""
 
-_INSTEAD = {
-    "fp8": "weight_dtype bfloat16 (unpacks the weights when they are loaded)",
-    "GGUF": "weight_dtype bfloat16 (unpacks the weights when they are loaded)",
-    "torchao": "weight_dtype fp8_e4m3fn",
-}
+_UNPACKED = "weight_dtype bfloat16 (unpacks the weights when they are loaded)"
+_INSTEAD = {"torchao": "weight_dtype fp8_e4m3fn"}
+"""What does as well, for what the table has a "no" for."""
 
 
 def packed_types(checkpoint: Checkpoint) -> list[str]:
@@ -141,5 +139,5 @@ def check_blocks(checkpoint: Checkpoint, storage: Storage, tensor: int) -> None:
             raise UserError(
                 f"tensor is {tensor}, but the rows of {info.name!r} are {info.shape[1] // numbers} blocks of {numbers} "
                 f"numbers ({info.dtype}), which cannot be dealt to {tensor} ranks evenly. Use ulysses, another tensor "
-                f"degree, or {_INSTEAD['GGUF']}."
+                f"degree, or {_UNPACKED}."
             )

@@ -7,23 +7,22 @@ Qwen-Image's too) and 2.2's. Reads no weight, and knows neither ComfyUI nor how 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
 from .checkpoint import LOADABLE_DTYPES, Checkpoint, TensorInfo, read_header
 from .errors import UserError
 from .families.layout import MissingWeightError, Shapes
-from .file_kinds import describe_file
+from .file_kinds import Kinds, describe_file, find_kind
 
 _PREFIXES = ("first_stage_model.", "vae.", "")
 
 _LEFT_FROM_TRAINING = ("loss.", "model_ema.")
 """What some published VAE files also hold; no part of the network."""
 
-_OTHERS: tuple[tuple[str, tuple[str, ...]], ...] = (
+_OTHERS: Kinds = (
     ("a LoRA", ("*lora_A*", "*lora_B*", "*lora_down*", "*lora_up*", "*.hada_*", "*.lokr_*")),
     ("FLUX.2's VAE", ("bn.running_mean",)),
     ("a TAESD preview VAE", ("taesd_*", "decoder.layers.[0-9].weight", "[0-9].weight", "[0-9].conv.0.weight")),
@@ -75,12 +74,12 @@ def read_vae_file(file: Path) -> Checkpoint:
     `UserError` for a file without a VAE that runs here, with what it looks like.
     """
     tensors = _within({info.name: info for info in read_header(file)})
-    what = next((kind for kind, globs in _OTHERS if _any_match(tensors, globs)), None)
-    if what is None:
+    what = find_kind(_OTHERS, tensors)
+    if not what:
         for layout in LAYOUTS:
             if all(mark in tensors for mark in layout.marks):
                 return _checkpoint(file, layout, tensors)
-    looks = describe_file(tensors) if what is None else f"It looks like {what}."
+    looks = f"It looks like {what}." if what else describe_file(tensors)
     raise UserError(
         f"{file.name!r} holds no VAE that runs here. {looks} Expected the VAE of Stable Diffusion, "
         "FLUX, Wan or Qwen-Image; other VAEs work with ComfyUI's own Load VAE."
@@ -98,11 +97,6 @@ def _within(tensors: Mapping[str, TensorInfo]) -> dict[str, TensorInfo]:
         if found:
             return {name: info for name, info in found.items() if not name.startswith(_LEFT_FROM_TRAINING)}
     return {}
-
-
-def _any_match(names: Iterable[str], globs: Iterable[str]) -> bool:
-    globs = tuple(globs)
-    return any(fnmatchcase(name, glob) for name in names for glob in globs)
 
 
 def _checkpoint(file: Path, layout: VaeLayout, tensors: Mapping[str, TensorInfo]) -> Checkpoint:

@@ -6,7 +6,6 @@ Owns putting whole tensors together out of the ranks' parts, one at a time. Ever
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -16,21 +15,7 @@ from torch.distributed.tensor import DTensor
 from ..checkpoint import Checkpoint
 from ..parallelize import ShardSpec
 from .loading import LoadedTransformer, Weights
-from .stored import Slice
-
-
-class _Whole:
-    """A tensor in the form of a safetensors slice."""
-
-    def __init__(self, tensor: Tensor) -> None:
-        self._tensor = tensor
-
-    def __getitem__(self, index: Any) -> Tensor:
-        return self._tensor[index]
-
-    def get_shape(self) -> list[int]:
-        """As a safetensors slice's."""
-        return list(self._tensor.shape)
+from .stored import Loaded, Slice
 
 
 def from_ranks(loaded: LoadedTransformer, group: dist.ProcessGroup) -> Weights:
@@ -46,7 +31,7 @@ def from_ranks(loaded: LoadedTransformer, group: dist.ProcessGroup) -> Weights:
                 weight = parameters[name.rpartition(".")[0] + ".weight"]
                 whole = join(whole, weight, spec, checkpoint.tensors[name].shape, group)
             assert whole is not None, "only a bias of a row-wise linear is not on every rank, and it has a spec"
-            yield name, _Whole(whole)
+            yield name, Loaded(whole)
 
     return weights
 

@@ -56,11 +56,13 @@ class _Gguf:
         data = torch.from_numpy(self._bytes[start : start + info.num_bytes])
         if info.dtype in GGUF_BLOCKS:
             block, size = GGUF_BLOCKS[info.dtype]
-            return _Loaded(data.view(*info.shape[:-1], info.shape[-1] // block * size))
-        return _Loaded(data.view(getattr(torch, info.dtype)).view(info.shape))
+            return Loaded(data.view(*info.shape[:-1], info.shape[-1] // block * size))
+        return Loaded(data.view(getattr(torch, info.dtype)).view(info.shape))
 
 
-class _Loaded:
+class Loaded:
+    """A tensor in the form of a safetensors slice."""
+
     def __init__(self, tensor: Tensor) -> None:
         self._tensor = tensor
 
@@ -68,6 +70,7 @@ class _Loaded:
         return self._tensor[index]
 
     def get_shape(self) -> list[int]:
+        """As a safetensors slice's."""
         return list(self._tensor.shape)
 
 
