@@ -124,9 +124,15 @@ def unpacked_gguf(file: Path) -> Weights:
     return found
 
 
+def _whole_checkpoint(weights: Weights) -> Weights:
+    """What ComfyUI saves as a checkpoint: the text encoders and the VAE are in the file too."""
+    others = {"vae.decoder.conv_in.weight": torch.ones(4), "text_encoders.clip_l.logit_scale": torch.ones(())}
+    return {**{PREFIX + name: tensor for name, tensor in weights.items()}, **others}
+
+
 FORMATS: dict[str, Callable[[Weights], Weights]] = {
     "original": lambda weights: weights,
-    "prefixed": lambda weights: {PREFIX + name: tensor for name, tensor in weights.items()},
+    "prefixed": lambda weights: _whole_checkpoint(weights),
     "fp8": plain_fp8,
     "fp8-e5m2": lambda weights: plain_fp8(weights, torch.float8_e5m2),
     "old-scaled": old_scaled_fp8,

@@ -17,8 +17,8 @@ from tests.comfyui.broken_models import WEIGHTS, other_weights
 from tests.comfyui.graphs import Graph
 from tests.comfyui.harness import Comfy
 from tests.comfyui.lora_workflows import MODELS, Loras, Run, parallel, reference, run, sampled, with_loras
-from tests.comfyui.parity import FP32_TOLERANCE, PLANS, Loader, distance
-from tests.comfyui.workflows import Case, ksampler
+from tests.comfyui.parity import FP32_TOLERANCE, PLANS, Loader, distance, load_parallel
+from tests.comfyui.workflows import Case, ksampler, sample
 from tests.lora_files import FORMATS, lora_name
 from tools.comfy_client import Event
 
@@ -266,3 +266,16 @@ def test_model_merging_is_refused(comfy: Comfy, other: str, words: str) -> None:
     graph.add("TestSaveLatent", samples=sampled(graph, "flux", merged), name="never")
     assert words in comfy.failure(graph)
     assert comfy.ranks(group_of=3) == []
+
+
+def test_a_lora_for_a_part_of_the_run_is_refused(comfy: Comfy) -> None:
+    """Hooks change weights in the middle of a run, by the prompt that has them."""
+    graph = Graph()
+    model = load_parallel(graph, PLANS["ulysses 2"])
+    hooks = graph.add("CreateHookLora", lora_name="flux-kohya.safetensors", strength_model=1.0, strength_clip=0.0)
+    prompt = graph.add("TestConditioning", tokens=9, seed=100)
+    hooked = graph.add("ConditioningSetProperties", cond_NEW=prompt, strength=1.0, set_cond_area="default", hooks=hooks)
+    latent = graph.add("EmptyLatentImage", width=64, height=64, batch_size=1)
+    case = Case(name="hooks")
+    graph.add("TestSaveLatent", samples=sample(graph, model, case, hooked, prompt, latent), name="never")
+    assert "hooks" in comfy.failure(graph)

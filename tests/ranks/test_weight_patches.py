@@ -7,16 +7,19 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from parallel_core.engine import Engine
 from parallel_core.engine.placed import placed
 from parallel_core.engine.weight_patches import apply_patches
 from parallel_core.errors import UserError
+from parallel_core.families.flux import FAMILY
 from parallel_core.plan import ParallelPlan
 from parallel_core.weight_patches import NO_PATCHES, PatchSet, WeightPatch
 from tests.ranks.matrix import CAN_COMPILE, NO_COMPILER
 from tests.ranks.remote_flux import FOUR, TWO, RemoteTransformer, call, ledger, number_of_loads, remote
+from tests.tiny_files import unpacked_gguf, write_file
 from tests.tiny_flux import build_transformer
 
 CALLS = [call(2, text=5)]
@@ -243,3 +246,28 @@ def test_compiled_blocks_follow_their_patches(
     for wanted in (NO_PATCHES, patches(), patches(0.2), NO_PATCHES, patches(seed=1)):
         want = run(plain, wanted)
         assert (run(compiled, wanted) - want).abs().max() <= 5e-6 * want.abs().max()
+
+
+@pytest.fixture(scope="module")
+def gguf_flux(tiny_flux: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """The tiny model as GGUF, and a file with the numbers that it stands for."""
+    folder = tmp_path_factory.mktemp("files")
+    packed = write_file(folder / "packed.gguf", tiny_flux, FAMILY, "gguf")
+    save_file(unpacked_gguf(packed), folder / "unpacked.safetensors")
+    return packed, folder / "unpacked.safetensors"
+
+
+@pytest.mark.parametrize("name", ["one rank", "tensor 2", "shared by 2"])
+def test_gguf_weights_are_patched_as_plain_ones_are(
+    engine: Engine, tiny_flux: Path, gguf_flux: tuple[Path, Path], name: str
+) -> None:
+    packed, unpacked = gguf_flux
+    plan, changed = PLANS[name]
+    config = {"config_from": str(tiny_flux)}
+    model = remote(engine, packed, plan, **changed, **config, storage="as_stored", fingerprint="gguf")
+    plain = remote(engine, unpacked, ParallelPlan(devices=("cpu:0",)), **config, fingerprint="unpacked")
+    before = run(model, NO_PATCHES)
+    for wanted in (patches(), patches(seed=1)):
+        want = run(plain, wanted)
+        assert (run(model, wanted) - want).abs().max() <= 5e-6 * want.abs().max()
+    assert torch.equal(run(model, NO_PATCHES), before)

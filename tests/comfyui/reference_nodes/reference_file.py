@@ -40,7 +40,9 @@ def build_model(family: str, file: Path, config: dict[str, Any], dtype: torch.dt
     """ComfyUI's model with the weights of `file`, computing in `dtype`."""
     model_config = _declared(family, config)
     model_config.set_inference_dtype(dtype, None)
-    weights = {name.removeprefix(PREFIX): tensor.to(dtype) for name, tensor in load_file(file).items()}
+    stored = load_file(file)
+    prefix = PREFIX if any(name.startswith(PREFIX) for name in stored) else ""  # else all of the file is the model
+    weights = {name.removeprefix(prefix): t.to(dtype) for name, t in stored.items() if name.startswith(prefix)}
     weights = model_config.process_unet_state_dict(weights)
     model = model_config.get_model({}, "", device=torch.device("cpu"))
     model.diffusion_model.load_state_dict(weights)
