@@ -23,19 +23,19 @@ _NONE = "none"
 
 def inspect_files(text_encoder_1: str, text_encoder_2: str, kind: str) -> TextSource:
     """The chosen files' encoders, checked from their headers. `UserError` for what is not listed or does not fit."""
-    names = [name for name in (text_encoder_1, text_encoder_2) if name != _NONE]
-    files = tuple(str(_find(name)) for name in names)
+    chosen = {"text_encoder_1": text_encoder_1, "text_encoder_2": text_encoder_2}
+    files = tuple(str(_find(name, widget)) for widget, name in chosen.items() if name != _NONE)
     # what ComfyUI's own encoders cut text with; the files hold no tokenizer but UMT5's
     tokenizers = str(Path(comfy.__path__[0]))
     return open_place(TextPlace(files=files, family=kind, tokenizers=tokenizers), TEXT_FAMILIES)
 
 
-def _find(name: str) -> Path:
+def _find(name: str, widget: str) -> Path:
     file = find_file(_CATEGORY, name)
     if file is None:
         there = ", ".join(map(repr, list_files(_CATEGORY)[:8])) or "none"
         raise UserError(
-            f"{name!r} is not a file in models/text_encoders. There: {there}. "
+            f"{widget} {name!r} is not a file in models/text_encoders. There: {there}. "
             "Reload the page (R) if you have just added it."
         )
     return file
@@ -79,16 +79,6 @@ class EncodeFromFiles(io.ComfyNode):
             outputs=prompt_outputs(),
             hidden=[io.Hidden.unique_id],
         )
-
-    @classmethod
-    def validate_inputs(cls, text_encoder_1: Any = None, text_encoder_2: Any = None, type: Any = None) -> bool | str:
-        """Checks the files' headers before the prompt runs; None comes over a link."""
-        try:
-            if None not in (text_encoder_1, text_encoder_2, type):
-                inspect_files(text_encoder_1, text_encoder_2, type)
-        except UserError as error:
-            return str(error)
-        return True
 
     @classmethod
     def fingerprint_inputs(cls, text_encoder_1: str, text_encoder_2: str, type: str, **others: Any) -> str:

@@ -63,12 +63,12 @@ def list_folders(component: str) -> list[str]:
     return list(_folders(component))
 
 
-def find_folder(name: str, component: str) -> Path:
-    """The folder of a listed name; anything else is refused."""
+def find_folder(name: str, component: str, widget: str = "model_name") -> Path:
+    """The folder of a listed name; anything else is refused. `widget`: where the name was chosen."""
     folders = _folders(component)
     if name not in folders:
         raise UserError(
-            f"{name!r} is not a model folder with a {component} in models/diffusers. {_there(list(folders))}"
+            f"{widget} {name!r} is not a model folder with a {component} in models/diffusers. {_there(list(folders))}"
         )
     return folders[name]
 

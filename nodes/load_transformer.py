@@ -17,7 +17,7 @@ from ..parallel_core.errors import UserError
 from ..parallel_core.families.base import Family
 from ..parallel_core.host import host_memory
 from ..parallel_core.max_memory import HOST, WEIGHTS_SHARE, format_bytes, parse_max_memory
-from ..parallel_core.model_file import ModelSource, read_transformer
+from ..parallel_core.model_file import ModelSource, check_model, read_transformer
 from ..parallel_core.plan import ParallelPlan, resolve
 from ..parallel_core.storage import (
     PLAIN,
@@ -40,7 +40,9 @@ PRESET = "preset"
 
 def inspect_model(model_name: str, config_from: str = PRESET) -> tuple[Checkpoint, Family]:
     """What the chosen folder or file holds, fully checked from its headers."""
-    folder = None if config_from == PRESET else component_folder(find_folder(config_from, "transformer"), "transformer")
+    folder = None
+    if config_from != PRESET:
+        folder = component_folder(find_folder(config_from, "transformer", "config_from"), "transformer")
     return read_transformer(ModelSource(find_model(model_name, "transformer"), folder))
 
 
@@ -189,13 +191,15 @@ class LoadParallelTransformer(io.ComfyNode):
         )
 
     @classmethod
-    def validate_inputs(cls, model_name: Any = None, weight_dtype: Any = None, config_from: Any = None) -> bool | str:
-        """Checks the folder or file, json and headers before the prompt runs; None comes over a link."""
+    def validate_inputs(cls, model_name: Any = None) -> bool | str:
+        """Checks the folder or file, json and headers before the prompt runs; None comes over a link.
+
+        ComfyUI repeats the message for every input that is named here; what the others change is checked when the node
+        runs, which is before anything is read or started.
+        """
         try:
             if model_name is not None:
-                checkpoint, _ = inspect_model(model_name, config_from or PRESET)
-                if weight_dtype is not None:
-                    choose_storage(checkpoint, weight_dtype)
+                check_model(find_model(model_name, "transformer"))
         except UserError as error:
             return str(error)
         return True

@@ -63,6 +63,15 @@ def read_transformer(source: ModelSource) -> tuple[Checkpoint, Family]:
     return checkpoint, family
 
 
+def check_model(path: Path) -> None:
+    """`UserError` for a model that cannot be read whatever `config_from` is: a folder that is not right, a file without
+    a transformer that runs here or with weights of an unknown kind."""
+    if path.is_dir():
+        read_transformer(ModelSource(path))
+    else:
+        _open_single_file(path)
+
+
 def _expected_shapes(checkpoint: Checkpoint, family: Family) -> dict[str, tuple[int, ...]]:
     """What the config implies, by diffusers names; `UserError` for a config that the family does not run."""
     label = repr(checkpoint.folder.name)
@@ -119,12 +128,15 @@ class _Match:
         return Shapes({name: info.shape for name, info in self.tensors.items()}, self.name_of)
 
 
-def _read_single_file(file: Path, config_from: Path | None) -> tuple[Checkpoint, Family]:
+def _open_single_file(file: Path) -> _Match:
     infos = read_gguf_header(file) if file.suffix == ".gguf" else read_header(file)
-    names = {info.name: info for info in infos}
-    match = _recognise(file, names)
+    match = _recognise(file, {info.name: info for info in infos})
+    return replace(match, tensors=resolve_quantisation(match.tensors, repr(file.name)))
+
+
+def _read_single_file(file: Path, config_from: Path | None) -> tuple[Checkpoint, Family]:
+    match = _open_single_file(file)
     layout, family, label = match.family.files, match.family, repr(file.name)
-    match = replace(match, tensors=resolve_quantisation(match.tensors, label))
     try:
         variant = layout.variant(match.shapes)
         preset = {**layout.presets[variant], **_config_of(config_from, family)}

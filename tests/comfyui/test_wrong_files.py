@@ -89,6 +89,7 @@ def refuses(comfy: Comfy, model: str, *fragments: str, **more: str) -> None:
     for fragment in fragments:
         assert re.search(re.escape(fragment), text, re.IGNORECASE), f"{fragment!r} is not in: {text}"
     assert "Traceback" not in text
+    assert text.count("(PD_LoadParallelTransformer)") == 1, f"said more than once: {text}"
 
 
 @pytest.mark.parametrize("name", WRONG)
